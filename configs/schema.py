@@ -1,0 +1,113 @@
+"""What a run can be told: one strict model per concern, defaults included.
+
+A YAML file names one run and holds only what differs from these defaults; `section.field=value` overrides either.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Frozen, no unknown keys, no conversion between types other than int to float."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TargetConfig(Section):
+    name: str = "smollm2-135m"  # built-in asset, local folder or hub id
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+
+
+class DraftConfig(Section):
+    kind: Literal["eagle"] = "eagle"
+    num_layers: int = Field(1, ge=1)
+    fusion_bias: bool = False
+    norms: bool = True  # on both fusion inputs, before attention and on the output; False is the published EAGLE layout
+    draft_vocab_size: int | None = Field(None, ge=16)  # None: the target's own vocabulary
+    init_from: str | None = None  # folder of a draft checkpoint to start from
+
+
+class DataConfig(Section):
+    source: str = "sharegpt"  # built-in asset or a file of ShareGPT- or messages-style rows
+    folder: str | None = None  # where prepared rows are kept; None: inside the cache folder
+    max_length: int = Field(2048, ge=8)
+    num_validation: int = Field(200, ge=1)
+    limit: int | None = Field(None, ge=1)  # conversations read from the source
+    train_tokens: int | None = Field(None, ge=1)  # stop taking training rows at this many tokens
+    system: Literal["keep", "fold", "drop"] = "keep"
+    num_proc: int = Field(2, ge=1)
+
+
+class FeaturesConfig(Section):
+    source: Literal["cached", "online"] = "cached"
+    folder: str | None = None  # None: inside the run's folder
+    max_gb: float = Field(20.0, gt=0)
+    tokens_per_batch: int = Field(4096, ge=1)
+
+
+class AlignConfig(Section):
+    steps: int = Field(3, ge=1, le=8)
+    feature_weight: float = Field(1.0, ge=0)
+    ce_weight: float = Field(0.1, ge=0)
+    topk_weight: float = Field(1.0, ge=0)
+    topk: int = Field(10, ge=1)
+    step_weights: tuple[float, ...] | None = None  # None: every align step counts the same
+    feature_noise: float = Field(0.2, ge=0)  # uniform, times 512 / T, on the input features only
+
+    @model_validator(mode="after")
+    def _one_weight_per_step(self) -> "AlignConfig":
+        if self.step_weights is not None and len(self.step_weights) != self.steps:
+            raise ValueError(f"step_weights has {len(self.step_weights)} entries, align.steps is {self.steps}")
+        return self
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(3e-5, gt=0)
+    muon_lr: float = Field(0.02, gt=0)  # for matrices, with name: muon; everything else is AdamW at lr
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_ratio: float = Field(0.01, ge=0, le=1)
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    max_grad_norm: float = Field(0.5, gt=0)
+
+
+class LoopConfig(Section):
+    epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1)  # optimizer steps; ends earlier than `epochs` would
+    batch_size: int = Field(2, ge=1)  # rows per process and micro-step
+    gradient_accumulation: int = Field(1, ge=1)
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    rows_per_chunk: int = Field(1024, ge=1)  # rows whose logits are held at a time
+    log_every: int = Field(10, ge=1)
+    evaluate_every: int | None = Field(None, ge=1)  # optimizer steps; None: at the end of each epoch
+    save_every: int = Field(200, ge=1)
+    keep: int = Field(2, ge=1)  # latest checkpoints kept, beside the best
+    resume: bool = True
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    project: str = "draftwood"
+
+
+class EvaluateConfig(Section):
+    prompts: str = "validation"  # "validation": held-out conversations; or a file of JSON Lines with `turns`
+    num_prompts: int = Field(20, ge=1)
+    max_new_tokens: int = Field(64, ge=1)
+    max_prompt_tokens: int = Field(512, ge=1)
+    tree: str = "dynamic"
+    temperature: float = Field(0.0, ge=0)
+
+
+class RunConfig(Section):
+    name: str = "draft"
+    output: str = "runs"  # checkpoints, logs and reports go to output/name
+    seed: int = 0
+    target: TargetConfig = TargetConfig()
+    draft: DraftConfig = DraftConfig()
+    data: DataConfig = DataConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    align: AlignConfig = AlignConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loop: LoopConfig = LoopConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
