@@ -1,0 +1,88 @@
+"""Draft checkpoints: a folder with `draft.safetensors`, only the draft's own weights, and `draft.json`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftwood.models.draft import EagleConfig, EagleDraft
+
+if TYPE_CHECKING:
+    from draftwood.models.target import Target
+
+FORMAT = 1
+_WEIGHTS, _DESCRIPTION = "draft.safetensors", "draft.json"
+
+
+def save_draft(draft: EagleDraft, folder: str | Path, provenance: dict[str, Any] | None = None) -> Path:
+    """Writes the draft's weights and a description of it, its target and how it came about."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
+    save_file(weights, folder / _WEIGHTS)
+    description = {
+        "format": FORMAT,
+        "kind": draft.kind,
+        "config": draft.config.to_dict(),
+        "target": _describe(draft.target),
+        "provenance": provenance or {},
+    }
+    (folder / _DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def load_draft(path: str | Path, target: "Target") -> EagleDraft:
+    """The draft in folder `path`, for `target`, on its device and in its dtype, ready to decode.
+
+    Raises:
+        FileNotFoundError: the folder or a file of it is not there.
+        ValueError: not a draft checkpoint, or one of another target (vocabulary, width or head differ).
+    """
+    folder = Path(path)
+    for name in (_DESCRIPTION, _WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder}: no {name}; a draft checkpoint is a folder that `draftwood distill` wrote")
+    description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+    if description.get("format") != FORMAT or description.get("kind") != EagleDraft.kind:
+        raise ValueError(
+            f"{folder / _DESCRIPTION}: format {description.get('format')}, kind {description.get('kind')!r}; this "
+            f"version reads format {FORMAT}, kind '{EagleDraft.kind}'"
+        )
+    _check_target(folder, description["target"], _describe(target))
+    weights = load_file(folder / _WEIGHTS)
+    draft = EagleDraft(EagleConfig.from_dict(description["config"]), target, weights.get("draft_vocab"))
+    missing, unexpected = draft.load_state_dict(weights, strict=False)
+    if missing or unexpected:
+        raise ValueError(f"{folder / _WEIGHTS}: lacks {missing or 'nothing'}, has unknown {unexpected or 'nothing'}")
+    return draft.to(device=target.device, dtype=target.dtype).eval()
+
+
+def _describe(target: "Target") -> dict[str, Any]:
+    weight = target.head_weight
+    rows = torch.linspace(0, target.vocab_size - 1, 8, device=weight.device).long()
+    return {
+        "name": target.name,
+        "model_type": target.config.model_type,
+        "vocab_size": target.vocab_size,
+        "hidden_dim": target.hidden_dim,
+        "num_layers": target.config.get_text_config().num_hidden_layers,
+        # A few values of the head, enough to tell two models of one shape apart in any dtype.
+        "head_sample": weight[rows, : min(4, target.hidden_dim)].float().flatten().tolist(),
+    }
+
+
+def _check_target(folder: Path, trained: dict[str, Any], given: dict[str, Any]) -> None:
+    for key in ("vocab_size", "hidden_dim", "num_layers", "model_type"):
+        if trained[key] != given[key]:
+            raise ValueError(
+                f"{folder}: trained for {trained['name']} with {key} {trained[key]}, but {given['name']} has "
+                f"{given[key]}; load the target it was trained for"
+            )
+    was, now = torch.tensor(trained["head_sample"]), torch.tensor(given["head_sample"])
+    if not torch.allclose(was, now, rtol=2e-2, atol=2e-2 * was.abs().max().item()):
+        raise ValueError(
+            f"{folder}: trained for {trained['name']}, and {given['name']} has the same shape but another head; a draft "
+            "only fits the very target it was distilled from"
+        )

@@ -1,0 +1,87 @@
+"""The registry: what a transformers family needs so that trees can be verified on it.
+
+A family is one line. Layer types that are not listed are refused by name when a model is loaded, never run unverified.
+"""
+
+import difflib
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+ATTENTION = frozenset({"full_attention"})
+SSD = ("causal_conv1d_fn", "mamba2_chunk_scan")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one transformers model type is driven.
+
+    Attributes:
+        layers: layer types, as the config spells them, whose tree form is implemented.
+        functions: module-level functions of the modeling module that a tree forward replaces.
+        has_attention: whether the model takes a 4-D attention mask and positions.
+        logit_scale: config field and whether it divides: logits = head(feature) * value, or / value.
+    """
+
+    layers: frozenset[str]
+    functions: tuple[str, ...] = ()
+    has_attention: bool = True
+    logit_scale: tuple[str, bool] | None = None
+
+    def scaled(self, config: PreTrainedConfig, logits: Tensor) -> Tensor:
+        """The model's logits from its head's plain output, rounded as the model rounds."""
+        if self.logit_scale is None:
+            return logits
+        name, divides = self.logit_scale
+        value = getattr(config, name)
+        return logits / value if divides else logits * value
+
+    def scale(self, config: PreTrainedConfig) -> float:
+        """The factor of `scaled`."""
+        return self.scaled(config, torch.ones((), dtype=torch.float64)).item()
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(ATTENTION),
+    "qwen3": Family(ATTENTION),
+    "mamba2": Family(frozenset({"linear_attention"}), SSD, has_attention=False),
+    "bamba": Family(ATTENTION | {"linear_attention"}, SSD),
+}
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The kind of each layer, in transformers' own spelling."""
+    return list(get_layer_types_and_kwargs(config)[0])
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The registered family of a config.
+
+    Raises:
+        ValueError: the model type or layer type that is not known, with those that are.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        near = difflib.get_close_matches(config.model_type, FAMILIES, 1)
+        hint = f" (nearest: '{near[0]}')" if near else ""
+        raise ValueError(
+            f"model type '{config.model_type}' is not one draftwood can verify trees on{hint}; "
+            f"known: {', '.join(sorted(FAMILIES))}"
+        )
+    for index, kind in enumerate(layer_types(config)):
+        if kind not in family.layers:
+            raise ValueError(
+                f"layer {index} of this {config.model_type} model is of type '{kind}', which has no tree form here; "
+                f"known for {config.model_type}: {', '.join(sorted(family.layers))}"
+            )
+    return family
+
+
+def modeling_module(model: object) -> ModuleType:
+    """The transformers module that defines the model's class."""
+    return sys.modules[type(model).__module__]

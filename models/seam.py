@@ -1,0 +1,120 @@
+"""The seam to transformers: the functions its mixers call, replaced by tree operators while a tree is active.
+
+Every Mamba-2 mixer of transformers calls the module-level functions `causal_conv1d_fn` and `mamba2_chunk_scan`. Each
+is wrapped once per modeling module. The wrapper calls the original unless a tree forward is running in this context, so
+prefill, training and `generate` of the same model are untouched, and so are other threads.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from draftwood.kernels.tables import TreeTables
+from draftwood.kernels.tree_conv import tree_conv
+from draftwood.kernels.tree_scan import tree_scan
+from draftwood.models.cache import DecodeCache
+
+
+@dataclass(frozen=True)
+class TreeForward:
+    """What the replaced functions need to know of the tree forward they run in."""
+
+    tables: TreeTables
+    valid: Tensor | None  # [B, N] bool, None where no node is padding
+    cache: DecodeCache
+
+
+_active: ContextVar[TreeForward | None] = ContextVar("draftwood_tree_forward", default=None)
+
+
+@contextmanager
+def tree_forward(forward: TreeForward) -> Iterator[None]:
+    """Within this context the installed functions run over `forward`'s tree and the cache takes nothing in."""
+    token = _active.set(forward)
+    forward.cache.set_tree_active(True)
+    try:
+        yield
+    finally:
+        forward.cache.set_tree_active(False)
+        _active.reset(token)
+
+
+def install(module: ModuleType, names: tuple[str, ...]) -> None:
+    """Wraps the named functions of a transformers modeling module; doing it again changes nothing.
+
+    Raises:
+        RuntimeError: the module lacks one of them, so this transformers version cannot verify trees for the family.
+    """
+    for name in names:
+        original = getattr(module, name, None)
+        if original is None:
+            raise RuntimeError(
+                f"{module.__name__} has no function '{name}': this transformers version is not one draftwood can "
+                "verify trees with; the versions that work are in pyproject.toml"
+            )
+        if not hasattr(original, "without_tree"):
+            setattr(module, name, _wrap(original, _TREE_FUNCTIONS[name]))
+
+
+def _wrap(original: Callable[..., Any], over_tree: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        forward = _active.get()
+        return original(*args, **kwargs) if forward is None else over_tree(forward, *args, **kwargs)
+
+    function.without_tree = original  # type: ignore[attr-defined]
+    return function
+
+
+def _conv(
+    forward: TreeForward,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    window = forward.cache.current.window
+    return tree_conv(
+        hidden_states, window, weight, forward.tables, bias=bias, activation=activation, valid=forward.valid
+    )
+
+
+def _ssd_scan(
+    forward: TreeForward,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> tuple[Tensor, Any]:
+    # chunk_size means nothing to a tree; mixers pass z=None and apply their gate in the norm
+    return tree_scan(
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        forward.tables,
+        initial_state=forward.cache.current.state,
+        D=D,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        valid=forward.valid,
+    )
+
+
+_TREE_FUNCTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _conv, "mamba2_chunk_scan": _ssd_scan}

@@ -1,0 +1,290 @@
+"""The target: any supported transformers causal LM, with tree verification and commit.
+
+transformers does the modelling. A tree forward is its own forward over all nodes at once, with positions by depth, a 4-D
+mask of prefix and ancestors, and the conv and scan functions of the mixers replaced (`seam.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftwood.kernels.tables import TreeTables
+from draftwood.models import assets, gates, seam
+from draftwood.models.cache import DecodeCache, merge_rows
+from draftwood.models.families import family_of, modeling_module
+from draftwood.models.state import DecodeState, TokenTree, accepted_columns, check_paths
+
+
+@dataclass(frozen=True)
+class VerifyOutput:
+    """Attributes:
+    logits: [B, n, V] of the target after each node, given the committed prefix and the node's ancestors.
+    features: [B, n, H] its hidden states after the final norm.
+    """
+
+    logits: Tensor
+    features: Tensor
+
+
+class Target:
+    """A frozen transformers model that verifies trees. Made by `load_target`.
+
+    Attributes:
+        model: the transformers model.
+        tokenizer: its tokenizer, or None where only a model object was given.
+        name: what it was loaded from.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
+        self.family = family_of(model.config)
+        seam.install(modeling_module(model), self.family.functions)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name or model.config.name_or_path or model.config.model_type
+        self.config = model.config
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise ValueError(f"{self.name}: the output head is {head}, expected a linear layer without bias")
+        self._head = head
+        self._embeddings = model.get_input_embeddings()
+        self._backbone = model.base_model
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head_weight.dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H], shared with the draft."""
+        return self._head.weight
+
+    @property
+    def logit_scale(self) -> float:
+        """logits = logit_scale * features @ head_weight.T"""
+        return self.family.scale(self.config)
+
+    @property
+    def hidden_dim(self) -> int:
+        return self.head_weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head_weight.shape[0]
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm whose output the features are: the last norm the model registers outside its layers."""
+        norms = [m for name, m in self._backbone.named_children() if "norm" in name]
+        if len(norms) != 1:
+            raise ValueError(f"{self.name}: expected one final norm beside the layers, found {len(norms)}")
+        return norms[0]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings [..., H] of `ids` [...]."""
+        return self._embeddings(ids)
+
+    def head(self, features: Tensor) -> Tensor:
+        """Logits [..., V] of features [..., H], with the model's own scale."""
+        return self.family.scaled(self.config, self._head(features))
+
+    @torch.no_grad()
+    def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, [B, T, H], of `input_ids` [B, T].
+
+        Padding, on either side, never enters the model's conv, scan or attention; its features are zero.
+        """
+        if attention_mask is None:
+            return self._backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        real = attention_mask.bool()
+        # Real tokens to the left in their order: all our models are causal, so what stands right of them is not seen.
+        order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)
+        left = self._backbone(input_ids=input_ids.gather(1, order), use_cache=False).last_hidden_state
+        back = torch.argsort(order, dim=1)[..., None].expand(-1, -1, left.shape[-1])
+        return left.gather(1, back) * real[..., None]
+
+    @torch.no_grad()
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, chunk_size: int | None = None
+    ) -> DecodeState:
+        """Takes prompts [B, T] in, padded on either side where `attention_mask` [B, T] says so.
+
+        Rows of one length run together and rows of different length apart, so padding never reaches a state.
+        `chunk_size` bounds the tokens per forward.
+
+        Raises:
+            ValueError: a row without tokens, or shapes that do not fit.
+        """
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"prefill expects input_ids [B, T] with T >= 1, got {list(input_ids.shape)}")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}; expected at least 1")
+        input_ids = input_ids.to(self.device)
+        if attention_mask is None:
+            lengths = [input_ids.shape[1]] * input_ids.shape[0]
+            rows = list(input_ids)
+        else:
+            if attention_mask.shape != input_ids.shape:
+                raise ValueError(
+                    f"attention_mask {list(attention_mask.shape)} does not fit input_ids {list(input_ids.shape)}"
+                )
+            rows = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask.to(self.device), strict=True)]
+            lengths = [len(ids) for ids in rows]
+            if 0 in lengths:
+                raise ValueError(f"row {lengths.index(0)} of the prompts has no token that is not padding")
+        parts = []
+        features = torch.zeros(len(rows), max(lengths), self.hidden_dim, dtype=self.dtype, device=self.device)
+        logits = torch.empty(len(rows), self.vocab_size, dtype=self.dtype, device=self.device)
+        for length in sorted(set(lengths)):
+            members = [row for row, n in enumerate(lengths) if n == length]
+            cache, hidden = self._prefill_equal(torch.stack([rows[row] for row in members]), chunk_size)
+            features[members, :length] = hidden
+            logits[members] = self.head(hidden[:, -1])
+            parts.append((members, cache))
+        cache = parts[0][1] if len(parts) == 1 else merge_rows(parts, self.config)
+        return DecodeState(cache, lengths, features, logits)
+
+    def _prefill_equal(self, ids: Tensor, chunk_size: int | None) -> tuple[DecodeCache, Tensor]:
+        cache, hidden = DecodeCache(self.config), []
+        for start in range(0, ids.shape[1], chunk_size or ids.shape[1]):
+            chunk = ids[:, start : start + (chunk_size or ids.shape[1])]
+            hidden.append(self._forward(chunk, cache, torch.arange(start, start + chunk.shape[1], device=ids.device)))
+        return cache, torch.cat(hidden, 1)
+
+    @torch.no_grad()
+    def verify(self, state: DecodeState, tokens: Tensor, tree: TokenTree) -> VerifyOutput:
+        """Logits and features of every node of `tree` in one forward; `state` stays as it is.
+
+        Args:
+            state: the committed prefix; its rows may have different lengths.
+            tokens: [B, n] int64, one token a node; node 0 is the last emitted token, not yet in the state.
+            tree: one tree for all rows, or one per row.
+
+        Raises:
+            ValueError: shapes that do not fit the state or the tree.
+        """
+        if tokens.shape != (state.batch_size, tree.num_nodes) or tree.num_rows not in (1, state.batch_size):
+            raise ValueError(
+                f"verify expects tokens [{state.batch_size}, {tree.num_nodes}] for this state and tree, got "
+                f"{list(tokens.shape)} and a tree of {tree.num_rows} rows"
+            )
+        tables = tree.tables(self.device)
+        valid = None if bool(tree.valid.all()) else tree.valid.to(self.device).expand(state.batch_size, -1)
+        with seam.tree_forward(seam.TreeForward(tables, valid, state.cache)):
+            mask = state.attention_mask(tables, valid, self.dtype) if self.family.has_attention else None
+            positions = state.positions(tables, self.device)
+            hidden = self._forward(tokens.to(self.device), state.cache, positions, mask)
+        state.pending = tree
+        return VerifyOutput(self.head(hidden), hidden)
+
+    @torch.no_grad()
+    def commit(self, state: DecodeState, paths: Sequence[Sequence[int]]) -> None:
+        """Advances `state` along one path per row of the tree verified last.
+
+        Args:
+            state: the state given to `verify`, changed in place.
+            paths: node indices from the root down to the last accepted node; empty where a row does not advance.
+
+        Raises:
+            ValueError: no verify before, or a path that the tree does not have.
+        """
+        if state.pending is None:
+            raise ValueError("commit without a verify: call target.verify(state, tokens, tree) first, once per commit")
+        tree = state.pending
+        check_paths(paths, tree, state.batch_size)
+        nodes = torch.tensor([path[-1] if path else -1 for path in paths], device=self.device)
+        columns = accepted_columns(paths, state.lengths, state.width)
+        if columns is not None:
+            columns = (columns[0].to(self.device), columns[1].to(self.device))
+        state.lengths = [length + len(path) for length, path in zip(state.lengths, paths, strict=True)]
+        state.cache.commit(tree.tables(self.device), nodes, columns, state.width)
+        state.pending = None
+
+    @torch.no_grad()
+    def step(self, state: DecodeState, tokens: Tensor) -> VerifyOutput:
+        """One autoregressive step: takes `tokens` [B] in and returns logits [B, 1, V] and features [B, 1, H].
+
+        Equal to a verify of the root alone and its commit, by transformers' own one-token path where all rows have
+        one length.
+        """
+        if state.is_ragged:
+            out = self.verify(state, tokens[:, None], _ROOT)
+            self.commit(state, [[0]] * state.batch_size)
+            return out
+        position = torch.tensor([state.width], device=self.device)
+        hidden = self._forward(tokens[:, None].to(self.device), state.cache, position)
+        state.lengths = [length + 1 for length in state.lengths]
+        state.pending = None
+        return VerifyOutput(self.head(hidden), hidden)
+
+    def _forward(self, ids: Tensor, cache: DecodeCache, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        # Positions are always given: Bamba counts from 0 otherwise, whatever its cache holds.
+        inputs: dict[str, Any] = {"position_ids": positions if positions.ndim == 2 else positions[None]}
+        if not self.family.has_attention:
+            inputs = {}
+        return self._backbone(
+            input_ids=ids, cache=cache, use_cache=True, attention_mask=mask, **inputs
+        ).last_hidden_state
+
+
+class _Root:
+    """The tree of the root alone."""
+
+    num_rows = num_nodes = 1
+    rows = ((-1,),)
+    valid = torch.ones(1, 1, dtype=torch.bool)
+
+    def tables(self, device: torch.device | str = "cpu") -> TreeTables:
+        return TreeTables.from_parents(torch.full((1, 1), -1, device=device), 0)
+
+
+_ROOT: Any = _Root()
+
+
+def load_target(
+    model_or_path: PreTrainedModel | str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> Target:
+    """A target from a transformers model object, a local folder, a hub id or the name of a built-in asset.
+
+    Args:
+        dtype: torch dtype or its name; None keeps what the checkpoint is saved in.
+        device: None takes the first GPU where there is one, else the CPU. A model object stays where it is.
+
+    Raises:
+        ValueError: a model type or layer type that trees are not implemented for, or a gate that failed: features that
+            do not reproduce the logits, or a cached forward of several tokens that is wrong in this transformers version.
+    """
+    if isinstance(model_or_path, PreTrainedModel):
+        target = Target(model_or_path)
+    else:
+        name = str(model_or_path)
+        path = str(assets.asset_path(name)) if assets.is_asset(name) else name
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=_dtype(dtype))
+        target = Target(model.to(_device(device)), AutoTokenizer.from_pretrained(path), name)
+    gates.check(target)
+    return target
+
+
+def _dtype(dtype: torch.dtype | str | None) -> Any:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype or "auto"
+    found = getattr(torch, dtype, None) if dtype != "auto" else "auto"
+    if not isinstance(found, torch.dtype) and found != "auto":
+        raise ValueError(f"dtype '{dtype}' is not one of auto, float32, bfloat16, float16")
+    return found
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None or device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
