@@ -3,6 +3,8 @@
 Node 0 is the root, the last emitted token, which is not yet in the target's state; a parent comes before its children.
 """
 
+import difflib
+import re
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -11,20 +13,33 @@ from torch import Tensor
 
 from draftwood.kernels.tables import TreeTables
 
+# Parents of the draft nodes. `stree` is the static tree of STree (arXiv 2505.14969): 3 nodes on each of 4 levels.
+# `eagle-25` is EAGLE-1's static tree: 4, 8, 8, 3 and 2 nodes on 5 levels, more where the draft's first choices are.
+_PRESETS: dict[str, list[int]] = {
+    "stree": [0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7],
+    "eagle-25": [0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 5, 5, 5, 6, 6, 7, 7, 8, 13, 13, 13, 21, 21],
+}
+
 
 class Tree:
     """One tree for all rows of a batch, or one per row.
 
     Attributes:
-        parents: [R, n] int64 on the CPU, -1 for the root; R is 1 (shared) or the batch size.
-        valid: [R, n] bool, false on the padding of rows with fewer nodes. Padding hangs on the root, has no children
-            and is never on a path.
+        parents: [R, n] int64, -1 for the root; R is 1 (shared) or the batch size. On the CPU, or on the device where
+            a draft grew the tree.
+        valid: [R, n] bool on the CPU, false on the padding of rows with fewer nodes. Padding hangs on the root, has no
+            children and is never on a path.
     """
 
-    def __init__(self, parents: Tensor, valid: Tensor | None = None):
+    def __init__(self, parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None):
         self.parents = parents
-        self.valid = torch.ones_like(parents, dtype=torch.bool) if valid is None else valid
+        self.valid = torch.ones(parents.shape, dtype=torch.bool) if valid is None else valid
+        if max_depth is not None:  # known without asking the device; may be more than the true depth
+            self.__dict__["max_depth"] = max_depth
+        self._is_padded = valid is not None and not bool(valid.all())
         self._tables: dict[torch.device, TreeTables] = {}
+        self._links: dict[torch.device, Tensor] = {}
+        self._limited: dict[int, Tree] = {}
 
     @classmethod
     def from_parents(cls, parents: Sequence[int] | Sequence[Sequence[int]]) -> "Tree":
@@ -68,7 +83,7 @@ class Tree:
 
     @cached_property
     def depth(self) -> Tensor:
-        """[R, n] int64, 0 for the root."""
+        """[R, n] int64 on the CPU, 0 for the root."""
         depths = []
         for row in self.rows:
             row_depth = [0] * len(row)
@@ -88,6 +103,14 @@ class Tree:
             self._tables[device] = TreeTables.from_parents(self.parents.to(device), self.max_depth)
         return self._tables[device]
 
+    def links(self, device: torch.device | str = "cpu") -> Tensor:
+        """[R, n] int64: `parents` on `device`, with -2 on padding, so that a padding node is nobody's child."""
+        device = torch.device(device)
+        if device not in self._links:
+            links = self.parents.to(device)
+            self._links[device] = links.masked_fill(~self.valid.to(device), -2) if self._is_padded else links
+        return self._links[device]
+
     def children(self, row: int = 0) -> list[list[int]]:
         """For each node its children, in node order; padding is left out."""
         below: list[list[int]] = [[] for _ in range(self.num_nodes)]
@@ -105,5 +128,32 @@ class Tree:
             path.append(parents[path[-1]])
         return path[::-1]
 
+    def limited(self, max_depth: int) -> "Tree":
+        """The tree without the nodes below `max_depth`; itself where there are none. For a tree shared by all rows."""
+        if max_depth >= self.max_depth:
+            return self
+        if max_depth not in self._limited:
+            (row,), (depth,) = self.rows, self.depth.tolist()
+            kept = [node for node in range(len(row)) if depth[node] <= max_depth]
+            place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+            self._limited[max_depth] = Tree.from_parents([place[row[node]] for node in kept])
+        return self._limited[max_depth]
+
     def __repr__(self) -> str:
         return f"Tree({self.num_rows} x {self.num_nodes} nodes, depth {self.max_depth})"
+
+
+def tree_preset(name: str) -> Tree:
+    """The static tree called `name`: `chain-4` (any length), `stree` or `eagle-25`.
+
+    Raises:
+        ValueError: no such tree; the message has the nearest name.
+    """
+    if match := re.fullmatch(r"chain-([1-9]\d{0,2})", name):
+        return Tree.chain(int(match[1]))
+    if name in _PRESETS:
+        return Tree.from_parents([-1, *_PRESETS[name]])
+    known = ["chain-4", *_PRESETS, "dynamic"]
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    raise ValueError(f"no tree '{name}'{hint} Known: chain-<k>, {', '.join(_PRESETS)}; dynamic, dynamic-<nodes>")

@@ -1,0 +1,257 @@
+"""Lossless speculative generation: prefill, then propose, verify, cut, commit, until every row has ended."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwood.decode.propose import Proposer, TreeSpec, make_proposer
+from draftwood.decode.stats import ForwardStats, RowStats
+from draftwood.decode.verify import Acceptance, Sampling, verify_greedy, verify_sampled
+
+if TYPE_CHECKING:
+    from draftwood.models.draft import EagleDraft
+    from draftwood.models.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class GenerateOutput:
+    """What was generated, complete or so far.
+
+    Attributes:
+        tokens: new tokens of each row, EOS included where it came.
+        steps: target forwards after prefill.
+        rows: acceptance of each row.
+        timings: seconds on the host: `prefill_s` (the draft's included), `propose_s`, `verify_s`, `commit_s`
+            (the draft's update included).
+    """
+
+    tokens: list[list[int]]
+    steps: int = 0
+    rows: list[RowStats] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class Block(NamedTuple):
+    """New tokens of each row, [] for one that has ended, and everything so far (one object, which grows)."""
+
+    tokens: list[list[int]]
+    output: GenerateOutput
+
+
+def generate(
+    target: "Target",
+    draft: "EagleDraft | Proposer | None",
+    input_ids: Tensor,
+    *,
+    on_tokens: Callable[[list[list[int]]], None] | None = None,
+    **settings,
+) -> GenerateOutput:
+    """Continues `input_ids`; settings and errors as `stream`. `on_tokens` is called with each block's new tokens."""
+    for block in stream(target, draft, input_ids, **settings):
+        if on_tokens is not None:
+            on_tokens(block.tokens)
+    return block.output
+
+
+def stream(
+    target: "Target",
+    draft: "EagleDraft | Proposer | None",
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    tree: TreeSpec = None,
+    seed: int | None = None,
+    eos_token_ids: int | Sequence[int] | None = None,
+) -> Iterator[Block]:
+    """Continues `input_ids`, a block at a time; what it emits has the distribution of the target alone.
+
+    Args:
+        target: the model whose output it is.
+        draft: an EAGLE draft, any other `Proposer`, or None to decode one token at a time.
+        input_ids: [B, T] int64.
+        attention_mask: [B, T], 1 on real tokens; None: all are.
+        max_new_tokens: bound on the new tokens of a row.
+        temperature: 0 for greedy.
+        top_k: keep so many tokens of the target's distribution; None: all.
+        top_p: keep the likeliest tokens that make up this much of it; None: all.
+        tree: what the draft fills: a `Tree`, a preset's name, "dynamic", `DynamicTree(...)`; None: "dynamic".
+        seed: of the sampling; None: torch's global generator.
+        eos_token_ids: tokens that end a row; None: the target's own; []: none.
+
+    Raises:
+        ValueError: the argument at fault and what was expected.
+    """
+    _check_prompt(input_ids, attention_mask, max_new_tokens)
+    if eos_token_ids is None:
+        eos_token_ids = own_eos(target)
+    ends = {eos_token_ids} if isinstance(eos_token_ids, int) else set(eos_token_ids)
+    generator = None if seed is None else torch.Generator(target.device).manual_seed(seed)
+    sampling = Sampling(temperature, top_k, top_p)
+    decoding = _Decoding(target, make_proposer(draft, tree), max_new_tokens, sampling, generator, ends)
+    return _blocks(decoding, input_ids.to(target.device), attention_mask)
+
+
+def own_eos(target: "Target") -> list[int]:
+    """The tokens at which the target's own generation ends."""
+    ids = target.model.generation_config.eos_token_id
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> None:
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}; expected [rows, tokens], at least one of each")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+    if attention_mask is None:
+        return
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; expected {list(input_ids.shape)} as input_ids"
+        )
+    empty = (attention_mask.bool().sum(1) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"attention_mask leaves no token in rows {empty}")
+
+
+def _blocks(decoding: "_Decoding", input_ids: Tensor, attention_mask: Tensor | None) -> Iterator[Block]:
+    yield Block(decoding.prefill(input_ids, attention_mask), decoding.output)
+    while decoding.active:
+        yield Block(decoding.step(), decoding.output)
+
+
+class _Decoding:
+    """One batch being decoded. `active` are the rows that have not ended, `roots` [B] their last emitted tokens."""
+
+    def __init__(
+        self,
+        target: "Target",
+        proposer: Proposer | None,
+        max_new_tokens: int,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        ends: set[int],
+    ):
+        self.target = target
+        self.proposer = proposer
+        self.max_new_tokens = max_new_tokens
+        self.sampling = sampling
+        self.generator = generator
+        self.ends = ends
+        self.output = GenerateOutput(tokens=[])
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+        """Reads the prompts and emits the first token of each row."""
+        started = perf_counter()
+        batch = len(input_ids)
+        self.output.tokens = [[] for _ in range(batch)]
+        self.output.rows = [RowStats() for _ in range(batch)]
+        self.output.timings = dict.fromkeys(["prefill_s", "propose_s", "verify_s", "commit_s"], 0.0)
+        self.active = list(range(batch))
+        self.state = self.target.prefill(input_ids, attention_mask)
+        self.roots = self.sampling.draw(self.state.last_logits, self.generator)
+        new = self._emit([[token] for token in self.roots.tolist()])
+        if self._room() > 0 and self.proposer is not None:
+            compact = _compact(input_ids, attention_mask, self.state.lengths)
+            self.proposer.start(compact, list(self.state.lengths), self.state.features, self.roots)
+        self.state.features = self.state.features.new_empty(0)  # [B, T, D], of no use from here on
+        self.output.timings["prefill_s"] = perf_counter() - started
+        return new
+
+    @torch.no_grad()
+    def step(self) -> list[list[int]]:
+        """One target forward: the tokens it emits for each row."""
+        marks = [perf_counter()]
+        # A forward that keeps d drafts emits d + 1 tokens.
+        allowed = self.max_new_tokens - min(len(self.output.tokens[b]) for b in self.active) - 1
+        depth = min(allowed, self._room())
+        proposal = self.proposer.propose(depth) if self.proposer is not None and depth > 0 else None
+        marks.append(perf_counter())
+        if proposal is None or proposal.tree.num_nodes == 1:
+            tokens, depth, is_committed = self.roots[:, None], 0, True
+            out = self.target.step(self.state, self.roots)
+            drawn = self.sampling.draw(out.logits[:, 0], self.generator).tolist()
+            kept = Acceptance([[0] for _ in drawn], [[token] for token in drawn], [False for _ in drawn])
+        else:
+            tokens, depth, is_committed = proposal.tokens, proposal.tree.max_depth, False
+            out = self.target.verify(self.state, tokens, proposal.tree)
+            if self.sampling.is_greedy:
+                kept = verify_greedy(out.logits, tokens, proposal.tree)
+            else:
+                kept = verify_sampled(out.logits, tokens, proposal.tree, self.sampling, self.generator)
+        marks.append(perf_counter())
+        self.output.steps += 1
+        forwarded = self.active
+        new = self._emit(kept.emitted)
+        for b in forwarded:
+            is_cut = len(new[b]) < len(kept.emitted[b])
+            accepted = len(new[b]) if is_cut else len(new[b]) - 1
+            self.output.rows[b].forwards.append(
+                ForwardStats(len(new[b]), accepted, depth, kept.missed[b] and not is_cut)
+            )
+        if self.active:
+            self._advance(tokens, out.features, kept, is_committed)
+        marks.append(perf_counter())
+        for name, start, end in zip(("propose_s", "verify_s", "commit_s"), marks, marks[1:], strict=False):
+            self.output.timings[name] += end - start
+        return new
+
+    def _advance(self, tokens: Tensor, features: Tensor, kept: Acceptance, is_committed: bool) -> None:
+        """Commits the kept paths of the rows that go on, in the target and in the draft."""
+        paths = [path if b in self.active else [] for b, path in enumerate(kept.paths)]
+        if not is_committed:
+            self.target.commit(self.state, paths)
+        self.roots = torch.tensor([emitted[-1] for emitted in kept.emitted], device=tokens.device)
+        if self._room() > 0 and self.proposer is not None:
+            self.proposer.advance(tokens, features, paths, self.roots)
+
+    def _emit(self, blocks: list[list[int]]) -> list[list[int]]:
+        """Appends each active row's block, cut after EOS and at `max_new_tokens`; rows that have ended leave `active`."""
+        new: list[list[int]] = [[] for _ in blocks]
+        for b in self.active:
+            block = blocks[b][: self.max_new_tokens - len(self.output.tokens[b])]
+            end = next((i for i, token in enumerate(block) if token in self.ends), None)
+            new[b] = block if end is None else block[: end + 1]
+            self.output.tokens[b] += new[b]
+        self.active = [
+            b
+            for b in self.active
+            if len(self.output.tokens[b]) < self.max_new_tokens and self.output.tokens[b][-1] not in self.ends
+        ]
+        return new
+
+    def _room(self) -> int:
+        """Levels of drafts for which the draft has positions left; drops the draft, with a notice, when there are none."""
+        if self.proposer is None or self.proposer.max_length is None or not self.active:
+            return self.max_new_tokens
+        context = max(self.state.lengths[b] for b in self.active)
+        if context >= self.proposer.max_length:
+            logger.warning(
+                "the context, %d tokens, has passed the draft's %d: going on without drafts",
+                context,
+                self.proposer.max_length,
+            )
+            self.proposer = None
+            return 0
+        return self.proposer.max_length - context
+
+
+def _compact(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> Tensor:
+    """Every row's real tokens from the left, as the features of the state are."""
+    if attention_mask is None:
+        return input_ids
+    ids = torch.zeros(len(lengths), max(lengths), dtype=input_ids.dtype, device=input_ids.device)
+    for row, mask, length, tokens in zip(ids, attention_mask.bool(), lengths, input_ids, strict=True):
+        row[:length] = tokens[mask.to(tokens.device)]
+    return ids

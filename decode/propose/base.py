@@ -1,0 +1,111 @@
+"""What every drafting strategy offers to the decoding loop, and what those that run an EAGLE draft have in common."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from draftwood.decode.tree import Tree
+
+if TYPE_CHECKING:
+    from draftwood.models.draft import EagleDraft
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A token tree. `tokens` [B, n] int64 are the tokens at its nodes; node 0 is the root token."""
+
+    tokens: Tensor
+    tree: Tree
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """A drafting strategy. Children must be chosen without chance: the acceptance rule relies on it.
+
+    `max_length` is the number of tokens of context beyond which it must not be asked, None where there is no such bound.
+    """
+
+    max_length: int | None
+
+    def start(self, input_ids: Tensor, lengths: list[int], features: Tensor, roots: Tensor) -> None:
+        """Reads the prompts: `input_ids` [B, T] and the target's `features` [B, T, D], row b with lengths[b] valid
+        columns from the left, and `roots` [B], the token after each prompt."""
+        ...
+
+    def propose(self, max_depth: int) -> Proposal:
+        """A tree of at most `max_depth` levels below the root."""
+        ...
+
+    def advance(self, tokens: Tensor, features: Tensor, paths: list[list[int]], roots: Tensor) -> None:
+        """Reads what was kept: `tokens` [B, n] and the target's `features` [B, n, D] at the nodes of the last tree, for
+        each row its path ([] where the row does not advance), and `roots` [B], the token after each path."""
+        ...
+
+
+def root_proposal(roots: Tensor) -> Proposal:
+    """No drafts: the tree is the root alone."""
+    return Proposal(roots[:, None], _root_tree())
+
+
+@cache
+def _root_tree() -> Tree:
+    return Tree.chain(0)
+
+
+class DraftProposer(ABC):
+    """Keeps an EAGLE draft's state in step with the target's.
+
+    With T tokens committed, the draft has read rows 0..T-1, row t being (target feature of t, token t+1), and its output
+    at row T-1, `self.head_row`, predicts the children of the root.
+    """
+
+    def __init__(self, draft: "EagleDraft"):
+        self.draft = draft
+        self.max_length: int | None = getattr(draft, "max_length", None)
+
+    @abstractmethod
+    def propose(self, max_depth: int) -> Proposal: ...
+
+    def start(self, input_ids: Tensor, lengths: list[int], features: Tensor, roots: Tensor) -> None:
+        batch, _ = input_ids.shape
+        rows = torch.arange(batch, device=input_ids.device)
+        last = torch.tensor(lengths, device=input_ids.device) - 1
+        next_ids = input_ids.roll(-1, dims=1)
+        next_ids[rows, last] = roots
+        self.state = self.draft.new_state(batch)
+        outputs = self.draft.extend(self.state, features, next_ids, lengths)
+        self.roots = roots
+        self.head_row = outputs[rows, last]
+
+    def advance(self, tokens: Tensor, features: Tensor, paths: list[list[int]], roots: Tensor) -> None:
+        counts = [len(path) for path in paths]
+        width = max(counts)
+        if width == 0:
+            return
+        # Column i: node i of the path gives the feature, node i+1, or the new root, the token. Padding repeats the root.
+        index = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=tokens.device)
+        rows = torch.arange(len(paths), device=tokens.device)
+        last = torch.tensor(counts, device=tokens.device) - 1
+        next_ids = tokens.gather(1, index).roll(-1, dims=1)
+        next_ids[rows, last] = roots
+        taken = features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1]))
+        outputs = self.draft.extend(self.state, taken, next_ids, counts)
+        moved = (last >= 0)[:, None]
+        self.roots = torch.where(moved[:, 0], roots, self.roots)
+        self.head_row = torch.where(moved, outputs[rows, last], self.head_row)
+
+    def _top(self, outputs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The `k` likeliest next tokens after each of `outputs` [B, m, D].
+
+        Returns:
+            Their target ids and draft logits, [B, m, k], fewer where the draft knows fewer tokens; all logits [B, m, Vd].
+        """
+        logits = self.draft.logits(outputs)
+        values, ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
+        if self.draft.draft_vocab is not None:
+            ids = self.draft.draft_vocab[ids]
+        return ids, values, logits
