@@ -1,0 +1,179 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.kernels.distill_loss import (
+    DistillHead,
+    DistillWeights,
+    distill_loss,
+    distill_loss_reference,
+    teacher_statistics,
+)
+
+
+def problem(rows, dim=7, vocab=23, draft_size=None, steps=2, seed=0, scale=1.3, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(vocab, dim, generator=generator, dtype=torch.float64)
+    draft_vocab = None if draft_size is None else torch.randperm(vocab, generator=generator)[:draft_size]
+    features = torch.randn(rows, dim, generator=generator, dtype=torch.float64)
+    outputs = [
+        (features + torch.randn(rows, dim, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+        for _ in range(steps)
+    ]
+    return outputs, features.to(dtype), DistillHead.build(weight, draft_vocab, scale, dtype)
+
+
+def gradients(loss, outputs):
+    return torch.autograd.grad(loss, outputs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 12),
+    rows_per_chunk=st.integers(1, 13),
+    draft_size=st.sampled_from([None, 1, 5, 22, 23]),
+    steps=st.integers(1, 3),
+    k=st.sampled_from([1, 3, 10, 40]),
+    terms=st.sampled_from([(1.0, 0.1, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (0.5, 2.0, 0.3)]),
+    weighted=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_loss_and_gradient_equal_the_full_matrix_form(
+    rows, rows_per_chunk, draft_size, steps, k, terms, weighted, seed
+):
+    outputs, features, head = problem(rows, draft_size=draft_size, steps=steps, seed=seed)
+    weights = DistillWeights(*terms, k=k, steps=(1.0, 0.5, 0.25)[:steps] if weighted else None)
+    expected = distill_loss_reference(outputs, features, head, weights, 17)
+    found = distill_loss(outputs, features, head, weights, 17, rows_per_chunk=rows_per_chunk)
+    torch.testing.assert_close(found.loss, expected, rtol=1e-10, atol=1e-10)
+    for a, b in zip(gradients(3 * found.loss, outputs), gradients(3 * expected, outputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_reference_is_the_published_loss_on_a_case_done_by_hand():
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    feature = torch.tensor([[torch.log(torch.tensor(2.0)).item(), 0.0]], dtype=torch.float64)
+    p = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64) / 3.5
+    output = torch.tensor([[0.0, 2.0]], dtype=torch.float64)
+    log_q = torch.log_softmax(torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64), 0)
+    smooth_l1 = (0.5 * feature[0, 0] ** 2 + 1.5) / 2
+    expected = smooth_l1 - 0.1 * (p * log_q).sum() - (p[:2] * log_q[:2]).sum()
+    head = DistillHead.build(weight)
+    weights = DistillWeights(1.0, 0.1, 1.0, k=2)
+    torch.testing.assert_close(distill_loss_reference([output], feature, head, weights, 1), expected)
+    torch.testing.assert_close(distill_loss([output], feature, head, weights, 1).loss, expected)
+
+
+def test_topk_term_keeps_the_mass_of_the_whole_vocabulary_when_the_draft_vocabulary_is_reduced():
+    """Two heads that differ only in a token the draft cannot say: ce is the same, topk shrinks by the mass it takes."""
+    outputs, features, head = problem(4, draft_size=22, steps=1, scale=1.0)
+    absent = int((head.positions < 0).nonzero())
+    louder = head.weight.clone()
+    louder[absent] = features.mean(0) * 3
+    weights = DistillWeights(0.0, 1.0, 1.0, k=5)
+    before = distill_loss(outputs, features, head, weights, 1)
+    other = DistillHead(louder, head.draft_weight, head.positions, head.scale)
+    after = distill_loss(outputs, features, other, weights, 1)
+    torch.testing.assert_close(before.parts[:, 1], after.parts[:, 1])
+    assert (before.parts[:, 2] - after.parts[:, 2]).abs().item() > 1e-3
+
+
+@pytest.mark.parametrize("draft_size", [None, 9])
+def test_given_statistics_change_nothing(draft_size):
+    outputs, features, head = problem(11, draft_size=draft_size)
+    statistics = teacher_statistics(features, head, rows_per_chunk=4)
+    torch.testing.assert_close(statistics.normaliser, torch.logsumexp(head.scale * features @ head.weight.T, -1))
+    ours = distill_loss(outputs, features, head, DistillWeights(), 11, statistics)
+    theirs = distill_loss(outputs, features, head, DistillWeights(), 11)
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    assert torch.equal(ours.ranks, theirs.ranks)
+
+
+def test_parts_and_ranks_are_those_of_the_full_logits():
+    outputs, features, head = problem(40, draft_size=12, steps=2)
+    found = distill_loss(outputs, features, head, DistillWeights(), 1, rows_per_chunk=7)
+    greedy = (features @ head.weight.T).argmax(-1)
+    for j, y in enumerate(outputs):
+        logits = y @ head.draft_weight.T
+        for r in range(40):
+            position = int(head.positions[greedy[r]])
+            rank = 12 if position < 0 else int((logits[r] > logits[r, position]).sum())
+            assert found.ranks[j, r] == rank
+    alone = [
+        distill_loss(outputs, features, head, DistillWeights(*terms), 1).loss
+        for terms in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+    ]
+    torch.testing.assert_close(found.parts.sum(0), torch.stack(alone))
+
+
+def test_a_tie_for_the_first_place_has_one_winner():
+    head = DistillHead.build(torch.eye(4, dtype=torch.float64))
+    features = torch.eye(4, dtype=torch.float64)
+    flat = torch.zeros(4, 4, dtype=torch.float64)
+    ranks = distill_loss([flat], features, head, DistillWeights(), 1).ranks
+    assert (ranks == 0).sum() == 1
+
+
+def test_no_rows_give_zero_loss_and_a_gradient():
+    outputs, features, head = problem(0)
+    found = distill_loss(outputs, features, head, DistillWeights(), 5, teacher_statistics(features, head))
+    assert found.loss.item() == 0
+    assert all(g.shape == (0, 7) for g in gradients(found.loss, outputs))
+
+
+def test_half_precision_is_close_and_sums_in_single():
+    outputs, features, head = problem(64, dim=32, vocab=300, draft_size=100, steps=1, dtype=torch.bfloat16, scale=1.0)
+    found = distill_loss(outputs, features, head, DistillWeights(), 64)
+    exact = [y.detach().double().requires_grad_() for y in outputs]
+    wide = DistillHead(head.weight.double(), head.draft_weight.double(), head.positions, 1.0)
+    expected = distill_loss_reference(exact, features.double(), wide, DistillWeights(), 64)
+    assert found.parts.dtype == found.loss.dtype == torch.float32
+    torch.testing.assert_close(found.loss.double(), expected, rtol=3e-3, atol=0)
+    grad, truth = gradients(found.loss, outputs)[0].double(), gradients(expected, exact)[0]
+    assert (grad - truth).norm() / truth.norm() < 2e-2
+
+
+def test_float32_outputs_under_autocast_keep_the_precision_of_the_head():
+    outputs, features, head = problem(8, dtype=torch.float32)
+    plain = distill_loss(outputs, features, head, DistillWeights(), 8).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = distill_loss(outputs, features, head, DistillWeights(), 8).loss
+    assert torch.equal(plain, inside)
+
+
+def test_extreme_logits_stay_finite():
+    outputs, features, head = problem(6, dtype=torch.float32)
+    huge = [(y.detach() * 1e3).requires_grad_() for y in outputs]
+    found = distill_loss(huge, features * 1e3, head, DistillWeights(), 6)
+    assert found.loss.isfinite()
+    assert all(g.isfinite().all() for g in gradients(found.loss, huge))
+
+
+def test_no_more_than_the_chunk_has_logits_at_a_time():
+    """Counts the largest tensor that any operation makes, forward and backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    self.seen = max(self.seen, tensor.numel())
+            return out
+
+    outputs, features, head = problem(200, dim=4, vocab=1000, draft_size=500)
+    with Largest() as largest:
+        loss = distill_loss(outputs, features, head, DistillWeights(), 200, rows_per_chunk=10).loss
+        loss.backward()
+    assert largest.seen <= 10 * 1000
+
+
+def test_wrong_shapes_are_named():
+    outputs, features, head = problem(3)
+    with pytest.raises(ValueError, match="align step 2"):
+        distill_loss([outputs[0], outputs[1][:2]], features, head, DistillWeights(), 1)
+    with pytest.raises(ValueError, match="1 step weights for 2 align steps"):
+        distill_loss(outputs, features, head, DistillWeights(steps=(1.0,)), 1)
