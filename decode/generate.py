@@ -217,7 +217,7 @@ class _Decoding:
             self.proposer.advance(tokens, features, paths, self.roots)
 
     def _emit(self, blocks: list[list[int]]) -> list[list[int]]:
-        """Appends each active row's block, cut after EOS and at `max_new_tokens`; rows that have ended leave `active`."""
+        """Appends each active row's block, cut after EOS and at `max_new_tokens`; ended rows leave `active`."""
         new: list[list[int]] = [[] for _ in blocks]
         for b in self.active:
             block = blocks[b][: self.max_new_tokens - len(self.output.tokens[b])]
@@ -232,7 +232,7 @@ class _Decoding:
         return new
 
     def _room(self) -> int:
-        """Levels of drafts for which the draft has positions left; drops the draft, with a notice, when there are none."""
+        """Levels of drafts that the draft has positions for; drops it, with a notice, when there are none."""
         if self.proposer is None or self.proposer.max_length is None or not self.active:
             return self.max_new_tokens
         context = max(self.state.lengths[b] for b in self.active)

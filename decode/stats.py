@@ -8,14 +8,14 @@ import numpy as np
 
 DEFINITIONS = {
     "acceptance_length": (
-        "emitted tokens / target forwards, both after prefill, over all prompts together: accepted drafts + 1 per forward. "
-        "The token that prefill yields is not counted; tokens after EOS or max_new_tokens are not emitted. "
+        "emitted tokens / target forwards, both after prefill, over all prompts together: accepted drafts + 1 per "
+        "forward. The token that prefill yields is not counted; tokens after EOS or max_new_tokens are not emitted. "
         "Decoding without drafts gives exactly 1."
     ),
     "acceptance_length_per_prompt": "the same ratio per prompt, then the mean over prompts",
     "alpha": (
-        "per depth d: of the forwards that kept d - 1 drafts and had drafts below them, the share in which one of these "
-        "was kept. Forwards cut by EOS or max_new_tokens, or ended by a leaf of the tree, count up to there"
+        "per depth d: of the forwards that kept d - 1 drafts and had drafts below them, the share in which one of "
+        "these was kept. Forwards cut by EOS or max_new_tokens, or ended by a leaf of the tree, count up to there"
     ),
     "survival": "per depth d: the share of all forwards with drafts in which at least d drafts were kept",
     "interval": "95 %, percentile bootstrap over prompts",
@@ -93,8 +93,8 @@ def summarize(prompts: Sequence[RowStats], *, seed: int = 0, resamples: int = 20
     faults = []
     if len(drafted) >= FAULT_FORWARDS and not kept[0]:
         faults.append(
-            f"acceptance length is exactly 1.00: none of the drafts of {len(drafted)} target forwards was kept. That is a "
-            "fault, not a result: check that the draft's weights were loaded and that its target and vocabulary are these"
+            f"acceptance length is exactly 1.00: none of the drafts of {len(drafted)} target forwards was kept. That "
+            "is a fault, not a result: check that the draft's weights were loaded and belong to this target"
         )
     return AcceptanceSummary(
         acceptance_length=float(emitted.sum() / steps.sum()),

@@ -26,7 +26,7 @@ class Proposal:
 class Proposer(Protocol):
     """A drafting strategy. Children must be chosen without chance: the acceptance rule relies on it.
 
-    `max_length` is the number of tokens of context beyond which it must not be asked, None where there is no such bound.
+    `max_length` is the number of tokens of context beyond which it must not be asked; None: there is no such bound.
     """
 
     max_length: int | None
@@ -59,8 +59,8 @@ def _root_tree() -> Tree:
 class DraftProposer(ABC):
     """Keeps an EAGLE draft's state in step with the target's.
 
-    With T tokens committed, the draft has read rows 0..T-1, row t being (target feature of t, token t+1), and its output
-    at row T-1, `self.head_row`, predicts the children of the root.
+    With T tokens committed, the draft has read rows 0..T-1, row t being (target feature of t, token t+1), and its
+    output at row T-1, `self.head_row`, predicts the children of the root.
     """
 
     def __init__(self, draft: "EagleDraft"):
@@ -86,7 +86,7 @@ class DraftProposer(ABC):
         width = max(counts)
         if width == 0:
             return
-        # Column i: node i of the path gives the feature, node i+1, or the new root, the token. Padding repeats the root.
+        # Column i: node i of the path gives the feature, node i+1, or the new root, the token. Padding is the root's.
         index = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=tokens.device)
         rows = torch.arange(len(paths), device=tokens.device)
         last = torch.tensor(counts, device=tokens.device) - 1
@@ -102,7 +102,8 @@ class DraftProposer(ABC):
         """The `k` likeliest next tokens after each of `outputs` [B, m, D].
 
         Returns:
-            Their target ids and draft logits, [B, m, k], fewer where the draft knows fewer tokens; all logits [B, m, Vd].
+            Their target ids and draft logits, [B, m, k], k less where the draft knows fewer tokens; all logits
+            [B, m, Vd].
         """
         logits = self.draft.logits(outputs)
         values, ids = logits.topk(min(k, logits.shape[-1]), dim=-1)

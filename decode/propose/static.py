@@ -1,4 +1,4 @@
-"""A fixed tree, the j-th child of a node holding the draft's j-th choice there. A chain is the tree with one child each."""
+"""A fixed tree, the j-th child of a node holding the draft's j-th choice there. A chain is one with one child each."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -69,9 +69,7 @@ class StaticProposer(DraftProposer):
     def __init__(self, draft: "EagleDraft", tree: Tree):
         super().__init__(draft)
         if tree.num_rows != 1:
-            raise ValueError(
-                f"expected one tree for all rows, got {tree.num_rows}; a draft fills the same tree in each"
-            )
+            raise ValueError(f"expected one tree for all rows, got {tree.num_rows}: a draft fills the same one in each")
         self.tree = tree
         self._plans: dict[int, list[_Level]] = {}
 

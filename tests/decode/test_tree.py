@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from draftwood.decode.propose import DynamicTree, resolve_tree
+from draftwood.decode.tree import Tree, tree_preset
+
+
+def test_stree_preset_has_three_nodes_on_each_of_four_levels_with_the_published_parents():
+    tree = tree_preset("stree")
+    assert torch.bincount(tree.depth[0]).tolist() == [1, 3, 3, 3, 3]
+    level = [[n for n in range(13) if tree.depth[0, n] == d] for d in range(5)]
+    above = [[level[d - 1].index(tree.rows[0][n]) for n in level[d]] for d in range(1, 5)]
+    assert above == [[0, 0, 0], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
+
+
+def test_eagle_preset_has_25_drafts_on_five_levels_and_favours_first_choices():
+    tree = tree_preset("eagle-25")
+    assert torch.bincount(tree.depth[0]).tolist() == [1, 4, 8, 8, 3, 2]
+    for below in tree.children():
+        widths = [len(tree.children()[child]) for child in below]
+        assert widths == sorted(widths, reverse=True)
+
+
+@pytest.mark.parametrize("length", [1, 4, 12])
+def test_chain_preset_is_a_chain(length):
+    assert tree_preset(f"chain-{length}").rows == [list(range(-1, length))]
+
+
+def test_unknown_tree_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="did you mean 'eagle-25'"):
+        tree_preset("eagle25")
+    with pytest.raises(ValueError, match="chain-<k>"):
+        tree_preset("chain-0")
+
+
+def test_names_of_dynamic_trees_resolve():
+    assert resolve_tree("dynamic") == resolve_tree(None) == DynamicTree()
+    assert resolve_tree("dynamic-16") == DynamicTree(budget=16)
+    with pytest.raises(ValueError, match="top_k is 0"):
+        DynamicTree(top_k=0)
+
+
+@pytest.mark.parametrize("parents", [[], [0], [-1, 1], [-1, -1], [-1, 0, 5]])
+def test_a_node_that_does_not_follow_its_parent_is_refused(parents):
+    with pytest.raises(ValueError, match="node"):
+        Tree.from_parents(parents)
+
+
+def test_limited_tree_is_the_tree_above_that_depth():
+    tree = Tree.from_parents([-1, 0, 1, 0, 2, 3, 3])
+    assert tree.limited(3) is tree
+    assert tree.limited(2).rows == [[-1, 0, 1, 0, 3, 3]]
+    assert tree.limited(1).rows == [[-1, 0, 0]]
+    assert tree.limited(0).rows == [[-1]]
+    assert tree.limited(1) is tree.limited(1)
+
+
+def test_padding_is_nobodys_child():
+    tree = Tree.from_parents([[-1, 0, 0], [-1, 0]])
+    assert tree.children(1) == [[1], [], []]
+    assert tree.links().tolist() == [[-1, 0, 0], [-1, 0, -2]]
