@@ -3,13 +3,17 @@
 A tree is a row of parent indices: node 0 is the root, its parent is -1, and a parent comes before its children.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Table = TypeVar("Table")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class TreeTables:
     """What every tree operator needs to know of a batch of trees.
 
@@ -24,6 +28,7 @@ class TreeTables:
     ancestors: Tensor
     depth: Tensor
     max_depth: int
+    _derived: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_parents(cls, parents: Tensor, max_depth: int | None = None) -> "TreeTables":
@@ -31,7 +36,7 @@ class TreeTables:
 
         The ancestor relation is the transitive closure of "is parent of", by repeated squaring.
         """
-        batch, nodes = parents.shape
+        nodes = parents.shape[1]
         columns = torch.arange(nodes, device=parents.device)
         step = (parents[:, :, None] == columns) | torch.eye(nodes, dtype=torch.bool, device=parents.device)
         reach = 1
@@ -45,8 +50,18 @@ class TreeTables:
         return cls(parents, step, depth, max_depth)
 
     @property
+    def num_rows(self) -> int:
+        return self.parents.shape[0]
+
+    @property
     def num_nodes(self) -> int:
         return self.parents.shape[1]
+
+    def derived(self, key: Hashable, build: Callable[[], Table]) -> Table:
+        """`build()`, once per tree: the layers of a model ask for the same tables with the same `key`."""
+        if key not in self._derived:
+            self._derived[key] = build()
+        return self._derived[key]  # type: ignore[return-value]
 
     def path_values(self, values: Tensor) -> Tensor:
         """Sum of `values` [B, N, ...] over each node and its ancestors, same shape: the cumulative decay per path."""
@@ -54,3 +69,19 @@ class TreeTables:
         flat = values.reshape(batch, self.num_nodes, -1)
         mask = self.ancestors.to(flat.dtype).expand(batch, -1, -1)
         return (mask @ flat).reshape(values.shape)
+
+    def lookback(self, steps: int) -> Tensor:
+        """[rows, N, steps] int64: entry d is the ancestor d levels above the node (0: the node itself).
+
+        Where the path is shorter, the entry counts back from the root into what was committed before it:
+        -1 is the last committed token, -2 the one before.
+        """
+        return self.derived(("lookback", steps), lambda: self._build_lookback(steps))
+
+    def _build_lookback(self, steps: int) -> Tensor:
+        node = torch.arange(self.num_nodes, device=self.parents.device).expand_as(self.parents)
+        columns = []
+        for distance in range(steps):
+            columns.append(torch.where(self.depth >= distance, node, self.depth - distance))
+            node = self.parents.gather(1, node.clamp(min=0))
+        return torch.stack(columns, dim=-1)
