@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from draftwood.models.target import Target
 
 # Rounding of one forward against another, relative to the largest logit.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _LOW_PRECISION = 8e-2
 
 

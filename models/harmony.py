@@ -37,15 +37,16 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], start: int)
     num_kv, end = keys[0].shape[1], start + rows
     grouped = query.unflatten(1, (num_kv, num_heads // num_kv)) * width**-0.5
     row = torch.arange(start, end, device=query.device)
+    precise = torch.promote_types(query.dtype, torch.float32)
 
     block_end = max(end - (step - 1), 1)  # at least one column, so that no product is empty; the mask takes it out
     block = torch.matmul(grouped, keys[0][:, :, None, :block_end].transpose(-1, -2))
     is_seen = torch.arange(block_end, device=query.device) <= (row - (step - 1))[:, None]
-    scores = [block.float().masked_fill(~is_seen, float("-inf"))]
+    scores = [block.to(precise).masked_fill(~is_seen, float("-inf"))]
     for distance in range(step - 1):
         shifted = _shift(keys[step - 1 - distance], distance, start, end)
         score = (grouped * shifted[:, :, None]).sum(-1, keepdim=True)
-        scores.append(score.float().masked_fill((row < distance)[:, None], float("-inf")))
+        scores.append(score.to(precise).masked_fill((row < distance)[:, None], float("-inf")))
     weights = torch.softmax(torch.cat(scores, -1), -1).to(query.dtype)
 
     out = torch.matmul(weights[..., :block_end], values[0][:, :, None, :block_end])

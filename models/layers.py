@@ -51,8 +51,9 @@ class Attention(nn.Module):
 
 def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rotary
-    first, second = x.float().chunk(2, -1)
-    return (x.float() * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+    precise = x.to(torch.promote_types(x.dtype, torch.float32))
+    first, second = precise.chunk(2, -1)
+    return (precise * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
 class FeedForward(nn.Module):

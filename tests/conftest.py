@@ -1,0 +1,7 @@
+"""The repository root must not be importable: its folder kernels/ would shadow the package of that name."""
+
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
