@@ -1,0 +1,74 @@
+"""Rows built in worker processes, in order."""
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Protocol, TypeVar
+
+from draftwood.train.conversations import RowError
+from draftwood.train.rows import Row, RowBuilder
+from draftwood.train.turns import Message
+
+CHUNK = 16
+WINDOW = 2048  # items in flight; the pool would otherwise read the whole source ahead
+
+
+class HasMessages(Protocol):
+    @property
+    def messages(self) -> list[Message]: ...
+
+
+Item = TypeVar("Item", bound=HasMessages)
+_worker_build: RowBuilder | None = None
+
+
+def map_rows(build: RowBuilder, items: Iterable[Item], num_proc: int) -> Iterator[tuple[Item, Row | RowError]]:
+    """Each item with its row, or with the error that says why it has none, in the order of `items`."""
+    if num_proc < 1:
+        raise ValueError(f"num_proc is {num_proc}, expected at least 1")
+    if num_proc == 1:
+        for item in items:
+            yield item, _attempt(build, item.messages)
+        return
+    # Forked workers start at once and inherit the tokenizer; where there is no fork it is pickled.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    context = multiprocessing.get_context(method)
+    remaining = iter(items)
+    with _single_threaded_tokenizers(), context.Pool(num_proc, _start_worker, (build,)) as pool:
+        while window := list(islice(remaining, WINDOW)):
+            outcomes = pool.imap(_attempt_in_worker, [item.messages for item in window], chunksize=CHUNK)
+            yield from zip(window, outcomes, strict=True)
+
+
+def _start_worker(build: RowBuilder) -> None:
+    global _worker_build
+    _worker_build = build
+
+
+def _attempt_in_worker(messages: list[Message]) -> Row | RowError:
+    assert _worker_build is not None
+    return _attempt(_worker_build, messages)
+
+
+def _attempt(build: RowBuilder, messages: list[Message]) -> Row | RowError:
+    try:
+        return build(messages)
+    except RowError as error:
+        return error
+
+
+@contextmanager
+def _single_threaded_tokenizers() -> Iterator[None]:
+    """One thread per worker; saying so also keeps the tokenizers library from warning about the fork."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
