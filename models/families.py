@@ -46,11 +46,20 @@ class Family:
         return self.scaled(config, torch.ones((), dtype=torch.float64)).item()
 
 
+MAMBA2_HYBRID = ATTENTION | {"linear_attention"}
 FAMILIES: dict[str, Family] = {
+    # attention only
     "llama": Family(ATTENTION),
     "qwen3": Family(ATTENTION),
+    # Mamba-2
     "mamba2": Family(frozenset({"linear_attention"}), SSD, has_attention=False),
-    "bamba": Family(ATTENTION | {"linear_attention"}, SSD),
+    "bamba": Family(MAMBA2_HYBRID, SSD),
+    "granitemoehybrid": Family(MAMBA2_HYBRID, SSD, logit_scale=("logits_scaling", True)),
+    "falcon_h1": Family(frozenset({"hybrid"}), SSD, logit_scale=("lm_head_multiplier", False)),
+    "zamba2": Family(frozenset({"linear_attention", "hybrid"}), SSD),
+    "nemotron_h": Family(MAMBA2_HYBRID | {"dummy"}, SSD),  # the cache calls its mlp and moe layers dummy
+    # short convolution
+    "lfm2": Family(ATTENTION | {"conv"}, ("causal_conv1d_fn",)),
 }
 
 
