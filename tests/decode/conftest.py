@@ -1,11 +1,9 @@
-"""The tiny models, one target per family and session, and drafting strategies whose right answer is known."""
+"""The tiny models, and a drafting strategy whose right answer is known."""
 
-import importlib.util
 import random
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+import tiny as tiny_models
 import torch
 from torch import Tensor
 
@@ -13,30 +11,15 @@ import draftwood as dw
 from draftwood.decode.propose import Proposal
 
 
-def _load_tiny() -> ModuleType:
-    # The folder of the tests must not be on sys.path: tests/kernels would shadow Hugging Face's `kernels`.
-    spec = importlib.util.spec_from_file_location("tiny", Path(__file__).parents[1] / "tiny.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="session")
+def tiny():
+    return tiny_models
 
 
 @pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    return _load_tiny()
-
-
-@pytest.fixture(scope="session")
-def targets(tiny):
+def targets():
     """`targets(family)`: the target, built once."""
-    built = {}
-
-    def get(family: str):
-        if family not in built:
-            built[family] = dw.load_target(tiny.build(family))
-        return built[family]
-
-    return get
+    return tiny_models.target
 
 
 class Oracle:
