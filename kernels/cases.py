@@ -114,3 +114,73 @@ def conv_inputs(generator: torch.Generator, batch: int, nodes: int, *, width: in
         "bias": _normal(generator, width),
         "activation": "silu",
     }
+
+
+def delta_inputs(
+    generator: torch.Generator,
+    batch: int,
+    nodes: int,
+    *,
+    heads: int,
+    key_heads: int,
+    key_width: int,
+    width: int,
+    per_channel: bool = False,
+    extreme: bool = False,
+) -> Inputs:
+    """Arguments of `tree_delta` apart from the tables; beta goes up to 2."""
+    decay = (batch, nodes, heads, key_width) if per_channel else (batch, nodes, heads)
+    return {
+        "q": _normal(generator, batch, nodes, key_heads, key_width),
+        "k": _normal(generator, batch, nodes, key_heads, key_width),
+        "v": _normal(generator, batch, nodes, heads, width),
+        "g": -_extreme(generator, *decay) if extreme else -_uniform(generator, *decay),
+        "beta": 2 * _uniform(generator, batch, nodes, heads),
+        "initial_state": _normal(generator, batch, heads, key_width, width),
+        "use_qk_l2norm": True,
+    }
+
+
+def selective_inputs(
+    generator: torch.Generator, batch: int, nodes: int, *, width: int, states: int, extreme: bool = False
+) -> Inputs:
+    """Arguments of `tree_selective` apart from the tables; processed time steps and strong decays where `extreme`."""
+    return {
+        "x": _normal(generator, batch, width, nodes),
+        "dt": _extreme(generator, batch, width, nodes) if extreme else _normal(generator, batch, width, nodes),
+        "A": -(1000 ** _uniform(generator, width, states)) if extreme else -4 * _uniform(generator, width, states),
+        "B": _normal(generator, batch, states, nodes) / states**0.5,
+        "C": _normal(generator, batch, states, nodes),
+        "initial_state": _normal(generator, batch, width, states),
+        "D": _normal(generator, width),
+        "z": _normal(generator, batch, width, nodes),
+        "dt_bias": None if extreme else _normal(generator, width),
+        "dt_softplus": not extreme,
+    }
+
+
+def attention_inputs(
+    generator: torch.Generator,
+    batch: int,
+    nodes: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    value_width: int,
+    lengths: list[int],
+) -> Inputs:
+    """Arguments of `tree_attention` apart from the tables; NaN in the prefix past each row's length."""
+    longest = max(lengths)
+    inputs: Inputs = {
+        "q": _normal(generator, batch, heads, nodes, width),
+        "k_prefix": _normal(generator, batch, kv_heads, longest, width),
+        "v_prefix": _normal(generator, batch, kv_heads, longest, value_width),
+        "k_tree": _normal(generator, batch, kv_heads, nodes, width),
+        "v_tree": _normal(generator, batch, kv_heads, nodes, value_width),
+        "lengths": torch.tensor(lengths),
+    }
+    for row, length in enumerate(lengths):
+        inputs["k_prefix"][row, :, length:] = float("nan")
+        inputs["v_prefix"][row, :, length:] = float("nan")
+    return inputs

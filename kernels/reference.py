@@ -138,15 +138,23 @@ def tree_conv_commit(window: Tensor, x: Tensor, tables: TreeTables, nodes: Tenso
     return new
 
 
-def delta_step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Gated delta rule (arXiv 2412.06464): S <- exp(g) S, then S <- S + k beta (v - k S)^T, per head.
+def delta_correction(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """u = beta (v - k exp(g) S): what the gated delta rule (arXiv 2412.06464) writes under the key k, per head.
 
-    state [H, Dk, Dv], k [H, Dk], v [H, Dv], g [H] or [H, Dk] (Kimi delta attention), beta [H] -> [H, Dk, Dv].
+    state [H, Dk, Dv], k [H, Dk], v [H, Dv], g [H] or [H, Dk] (Kimi delta attention), beta [H] -> [H, Dv].
     """
+    return beta[:, None] * (v - (k[:, :, None] * delta_decay(state, g)).sum(1))
+
+
+def delta_decay(state: Tensor, g: Tensor) -> Tensor:
+    """exp(g) S."""
     decay = torch.exp(g)
-    state = (decay[:, None, None] if g.ndim == 1 else decay[:, :, None]) * state
-    error = v - (k[:, :, None] * state).sum(1)
-    return state + k[:, :, None] * (beta[:, None] * error)[:, None, :]
+    return (decay[:, None, None] if g.ndim == 1 else decay[:, :, None]) * state
+
+
+def delta_step(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+    """S <- exp(g) S + k u^T."""
+    return delta_decay(state, g) + k[:, :, None] * u[:, None, :]
 
 
 def tree_delta(
@@ -159,20 +167,21 @@ def tree_delta(
     initial_state: Tensor,
     scale: float,
     valid: Tensor | None = None,
-) -> Tensor:
-    """o = scale S^T q at every node; q and k normalised and with as many heads as v."""
-    o = torch.zeros_like(v)
+) -> tuple[Tensor, Tensor]:
+    """o = scale S^T q at every node, and u; q and k normalised and with as many heads as v."""
+    o, u = torch.zeros_like(v), torch.zeros_like(v)
     for row in range(v.shape[0]):
 
         def step(node: int, state: Tensor, row: int = row) -> Tensor:
             if not _is_valid(valid, row, node):
                 return state
-            return delta_step(state, k[row, node], v[row, node], g[row, node], beta[row, node])
+            u[row, node] = delta_correction(state, k[row, node], v[row, node], g[row, node], beta[row, node])
+            return delta_step(state, k[row, node], u[row, node], g[row, node])
 
         for node, state in enumerate(walk(tables, row, initial_state[row], step)):
             if _is_valid(valid, row, node):
                 o[row, node] = scale * (q[row, node][:, :, None] * state).sum(1)
-    return o
+    return o, u
 
 
 def selective_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
