@@ -55,9 +55,7 @@ def resolve(values: dict[str, Any], origin: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(_tuples(values))
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-        ]
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
         raise ConfigError(f"{origin}: " + "; ".join(lines)) from None
 
 

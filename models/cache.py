@@ -61,8 +61,8 @@ class KeyValueBuffer:
                 picked = buffer.gather(2, source[:, None, :, None].expand(shape))
                 buffer.scatter_(2, destination[:, None, :, None].expand(shape), picked)
 
-    def num_bytes_per_column(self) -> int:
-        """Bytes of one committed token in one row."""
+    def column_bytes(self) -> int:
+        """Bytes of one column of one row."""
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in (self.keys, self.values) if b is not None)
 
 
@@ -193,6 +193,23 @@ class DecodeCache(Cache):
         # forward it gets none, and the tree operators read the state from `current`.
         self.current = self.layers[layer_idx]
         return None if self.current.is_tree_active else read(layer_idx, state_idx)
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of one row: (conv windows and recurrent states, keys and values of one token)."""
+        tensors = [t for layer in self.recurrent_layers for t in (layer.conv_states[0], layer.recurrent_states[0])]
+        fixed = sum(t.element_size() * t[0].numel() for t in tensors if t is not None)
+        return fixed, sum(layer.buffer.column_bytes() for layer in self.attention_layers)
+
+    def kept_bytes(self, num_nodes: int) -> int:
+        """Bytes kept until commit by the tree of `num_nodes` nodes verified last, over all rows and layers."""
+        kept = 0
+        for layer in self.recurrent_layers:
+            tensors = [layer.conv_inputs, *(vars(layer.replay).values() if layer.replay is not None else ())]
+            kept += sum(t.element_size() * t.numel() for t in tensors if isinstance(t, Tensor))
+        for layer in self.attention_layers:
+            assert layer.buffer.keys is not None, "kept_bytes before any forward"
+            kept += layer.buffer.keys.shape[0] * layer.buffer.column_bytes() * num_nodes
+        return kept
 
     def commit(self, tables: TreeTables, nodes: Tensor, columns: tuple[Tensor, Tensor] | None, length: int) -> None:
         """Makes the accepted path part of the state.

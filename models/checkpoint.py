@@ -43,7 +43,7 @@ def load_draft(path: str | Path, target: "Target") -> EagleDraft:
     folder = Path(path)
     for name in (_DESCRIPTION, _WEIGHTS):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder}: no {name}; a draft checkpoint is a folder that `draftwood distill` wrote")
+            raise FileNotFoundError(f"{folder}: no {name}; expected a folder that `draftwood distill` wrote")
     description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
     if description.get("format") != FORMAT or description.get("kind") != EagleDraft.kind:
         raise ValueError(
@@ -83,6 +83,6 @@ def _check_target(folder: Path, trained: dict[str, Any], given: dict[str, Any]) 
     was, now = torch.tensor(trained["head_sample"]), torch.tensor(given["head_sample"])
     if not torch.allclose(was, now, rtol=2e-2, atol=2e-2 * was.abs().max().item()):
         raise ValueError(
-            f"{folder}: trained for {trained['name']}, and {given['name']} has the same shape but another head; a draft "
-            "only fits the very target it was distilled from"
+            f"{folder}: trained for {trained['name']}, and {given['name']} has the same shape but another head; "
+            "a draft only fits the very target it was distilled from"
         )

@@ -1,12 +1,12 @@
 """EagleDraft: a fusion layer and one decoder layer that extrapolate the target's features.
 
 EAGLE (arXiv 2401.15077) for the architecture, HASS (arXiv 2408.15766) for the aligned training form. Row t reads the
-feature of token t and the embedding of token t + 1 and predicts the feature of token t + 1, whose logits, by the target's
-own head, are those of token t + 2.
+feature of token t and the embedding of token t + 1 and predicts the feature of token t + 1, whose logits, by the
+target's own head, are those of token t + 2.
 """
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class EagleDraft(nn.Module):
     """A draft over a target's features; its parameters are its own, embedding and head are the target's.
 
     Attributes:
-        draft_vocab: [Vd] int64, the target's token of each draft logit; None where the draft has the target's vocabulary.
+        draft_vocab: [Vd] int64, the target's token of each draft logit; None where it has the target's vocabulary.
     """
 
     kind = "eagle"
@@ -97,6 +97,10 @@ class EagleDraft(nn.Module):
         return self._target[0]
 
     @property
+    def decoder_layers(self) -> list[DraftLayer]:
+        return cast(list[DraftLayer], list(self.layers))
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
@@ -105,9 +109,7 @@ class EagleDraft(nn.Module):
         """Positions beyond which the draft was not made to work; None where the target states no limit."""
         return self.config.max_length
 
-    def forward(
-        self, features: Tensor, next_ids: Tensor, cache: DraftState | None = None
-    ) -> tuple[Tensor, DraftState]:
+    def forward(self, features: Tensor, next_ids: Tensor, cache: DraftState | None = None) -> tuple[Tensor, DraftState]:
         """Decode-time call: predicted features [B, t, H] of rows (features [B, t, H], next_ids [B, t]).
 
         `cache` holds the rows before; it is extended in place and returned.
@@ -118,9 +120,7 @@ class EagleDraft(nn.Module):
     def new_state(self, batch_size: int) -> DraftState:
         return DraftState(batch_size, self.config.num_layers)
 
-    def extend(
-        self, state: DraftState, features: Tensor, next_ids: Tensor, counts: list[int] | None = None
-    ) -> Tensor:
+    def extend(self, state: DraftState, features: Tensor, next_ids: Tensor, counts: list[int] | None = None) -> Tensor:
         """Commits rows of target features and returns predicted features [B, t, H].
 
         Args:
@@ -158,11 +158,9 @@ class EagleDraft(nn.Module):
         """Forgets the nodes of the last tree."""
         state.num_nodes = 0
 
-    def _run(
-        self, state: DraftState, features: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def _run(self, state: DraftState, features: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         x = self._fuse(features, self.target.embed(ids))
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.decoder_layers):
             q, k, v = layer.queries_keys_values(x, layer.self_attn.rotary(positions))
             x = layer.finish(x, state.attend(index, q, k, v, mask))
         return self._output(x)
@@ -170,8 +168,8 @@ class EagleDraft(nn.Module):
     def align(self, features: Tensor, next_ids: Tensor, steps: int = 3) -> list[Tensor]:
         """Training form: predicted features of align steps 1 to `steps`, each [B, T, H].
 
-        Row t of step j is what `forward` gives after reading target features up to t - (j - 1) and then its own features
-        for j - 1 steps. Step inputs are detached; padding on the right changes no row before it.
+        Row t of step j is what `forward` gives after reading target features up to t - (j - 1) and then its own
+        features for j - 1 steps. Step inputs are detached; padding on the right changes no row before it.
         """
         embeddings = self.target.embed(next_ids)
         positions = torch.arange(features.shape[1], device=features.device)[None]
@@ -180,7 +178,7 @@ class EagleDraft(nn.Module):
         stream, outputs = features, []
         for _ in range(steps):
             x = self._fuse(stream, embeddings)
-            for index, layer in enumerate(self.layers):
+            for index, layer in enumerate(self.decoder_layers):
                 q, k, v = layer.queries_keys_values(x, layer.self_attn.rotary(positions))
                 keys[index].append(k)
                 values[index].append(v)

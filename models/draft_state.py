@@ -24,7 +24,7 @@ class DraftState:
         return max(self.lengths)
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Writes the new columns behind the present ones and attends; mask [B or 1, 1, t, columns] bool, None is causal."""
+        """Writes the new columns behind the present ones and attends; mask [B, 1, t, columns] bool, None is causal."""
         all_keys, all_values = self.buffers[layer].write(keys, values, self.width + self.num_nodes)
         return F.scaled_dot_product_attention(
             query, all_keys, all_values, attn_mask=mask, is_causal=mask is None, enable_gqa=True

@@ -1,4 +1,4 @@
-"""Checks that a loaded target is what the rest relies on; a failure names what is wrong before any training or decoding."""
+"""Checks that a loaded target is what the rest relies on; a failure names what is wrong before anything runs on it."""
 
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,19 @@ def check(target: "Target") -> None:
     check_cached_forward(target)
 
 
-def _probe_ids(target: "Target", length: int) -> torch.Tensor:
+def tolerance(target: "Target") -> float:
+    """Largest relative error that rounding explains in the target's dtype."""
+    return _TOLERANCE.get(target.dtype, _LOW_PRECISION)
+
+
+def probe_ids(target: "Target", length: int) -> torch.Tensor:
+    """[1, length] int64, spread over the vocabulary."""
     step = max(1, target.vocab_size // (length + 1))
     return (torch.arange(1, length + 1, device=target.device) * step % target.vocab_size)[None]
 
 
-def _relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference, relative to the largest value of `want`."""
     return ((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-12)).item()
 
 
@@ -40,15 +47,15 @@ def check_head(target: "Target") -> float:
     Raises:
         ValueError: with the error and what it would do to a draft.
     """
-    ids = _probe_ids(target, 8)
+    ids = probe_ids(target, 8)
     features = target.features(ids)
     if not bool(torch.isfinite(features).all()) or bool((features == 0).all()):
         raise ValueError(
             f"{target.name}: its features are {'zero' if bool((features == 0).all()) else 'not finite'}; a draft "
             "trained on them accepts nothing. Check the weights and the dtype"
         )
-    error = _relative_error(target.head(features), target.model(ids, use_cache=False).logits)
-    if not error <= _TOLERANCE.get(target.dtype, _LOW_PRECISION):
+    error = relative_error(target.head(features), target.model(ids, use_cache=False).logits)
+    if not error <= tolerance(target):
         raise ValueError(
             f"{target.name}: head(features) differs from the model's logits by {error:.1e} of their scale, so the "
             "features are not what the head reads (another norm, scale or soft cap); no draft can be trained on them"
@@ -63,13 +70,13 @@ def check_cached_forward(target: "Target") -> float:
     Raises:
         ValueError: with the error; some transformers versions use only the first token or drop the state.
     """
-    ids = _probe_ids(target, 9)
+    ids = probe_ids(target, 9)
     whole = target.features(ids)
     cache, parts = DecodeCache(target.config), []
     for start, end in ((0, 5), (5, 9)):
         parts.append(target._forward(ids[:, start:end], cache, torch.arange(start, end, device=target.device)))
-    error = _relative_error(target.head(torch.cat(parts, 1)), target.head(whole))
-    if not error <= _TOLERANCE.get(target.dtype, _LOW_PRECISION):
+    error = relative_error(target.head(torch.cat(parts, 1)), target.head(whole))
+    if not error <= tolerance(target):
         raise ValueError(
             f"{target.name}: a forward of several tokens with the cache differs from one without by {error:.1e} of the "
             "logits' scale; this transformers version is wrong for the model, try another"

@@ -1,8 +1,8 @@
 """Attention of an align step: the committed prefix from the target, the last columns from the draft itself.
 
-HASS, harmonized context alignment (arXiv 2408.15766, section 3.2). At align step j, row t sees column s with the key and
-value that align step max(1, j - (t - s)) made there: what a draft in decoding sees after j - 1 steps on its own features.
-So all but the last j - 1 columns come from step 1, in one causal block, and each later step adds one diagonal.
+HASS, harmonized context alignment (arXiv 2408.15766, section 3.2). At align step j, row t sees column s with the key
+and value that align step max(1, j - (t - s)) made there: what a draft sees in decoding after j - 1 steps on its own
+features. So all but the last j - 1 columns come from step 1, in one causal block, and each later step adds a diagonal.
 """
 
 import torch
@@ -33,7 +33,7 @@ def harmonized_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]
 
 def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], start: int) -> Tensor:
     """`harmonized_attention` of the rows from `start` on that `query` holds."""
-    step, (batch, num_heads, rows, width) = len(keys), query.shape
+    step, (_, num_heads, rows, width) = len(keys), query.shape
     num_kv, end = keys[0].shape[1], start + rows
     grouped = query.unflatten(1, (num_kv, num_heads // num_kv)) * width**-0.5
     row = torch.arange(start, end, device=query.device)

@@ -6,7 +6,7 @@ prefill, training and `generate` of the same model are untouched, and so are oth
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ from draftwood.kernels.tree_conv import tree_conv
 from draftwood.kernels.tree_scan import tree_scan
 from draftwood.models.cache import DecodeCache
 
+Operator = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class TreeForward:
@@ -28,6 +30,7 @@ class TreeForward:
     tables: TreeTables
     valid: Tensor | None  # [B, N] bool, None where no node is padding
     cache: DecodeCache
+    operators: Mapping[str, Operator]  # what runs in place of each transformers function
 
 
 _active: ContextVar[TreeForward | None] = ContextVar("draftwood_tree_forward", default=None)
@@ -59,14 +62,14 @@ def install(module: ModuleType, names: tuple[str, ...]) -> None:
                 "verify trees with; the versions that work are in pyproject.toml"
             )
         if not hasattr(original, "without_tree"):
-            setattr(module, name, _wrap(original, _TREE_FUNCTIONS[name]))
+            setattr(module, name, _wrap(original, name))
 
 
-def _wrap(original: Callable[..., Any], over_tree: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(original: Operator, name: str) -> Operator:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         forward = _active.get()
-        return original(*args, **kwargs) if forward is None else over_tree(forward, *args, **kwargs)
+        return original(*args, **kwargs) if forward is None else forward.operators[name](forward, *args, **kwargs)
 
     function.without_tree = original  # type: ignore[attr-defined]
     return function
@@ -117,4 +120,4 @@ def _ssd_scan(
     )
 
 
-_TREE_FUNCTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _conv, "mamba2_chunk_scan": _ssd_scan}
+OPERATORS: Mapping[str, Operator] = {"causal_conv1d_fn": _conv, "mamba2_chunk_scan": _ssd_scan}

@@ -67,9 +67,7 @@ class DecodeState:
         below = tables.ancestors if valid is None else tables.ancestors & valid[:, None, :]
         if valid is not None:  # a padding node sees itself, so that no row of scores is empty
             below = below | torch.eye(nodes, dtype=torch.bool, device=device)
-        visible = torch.cat(
-            [prefix.expand(-1, nodes, -1), below.expand(self.batch_size, -1, -1)], dim=-1
-        )
+        visible = torch.cat([prefix.expand(-1, nodes, -1), below.expand(self.batch_size, -1, -1)], dim=-1)
         mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 

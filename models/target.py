@@ -1,7 +1,7 @@
 """The target: any supported transformers causal LM, with tree verification and commit.
 
-transformers does the modelling. A tree forward is its own forward over all nodes at once, with positions by depth, a 4-D
-mask of prefix and ancestors, and the conv and scan functions of the mixers replaced (`seam.py`).
+transformers does the modelling. A tree forward is its own forward over all nodes at once, with positions by depth, a
+4-D mask of prefix and ancestors, and the conv and scan functions of the mixers replaced (`seam.py`).
 """
 
 from collections.abc import Sequence
@@ -38,21 +38,23 @@ class Target:
         model: the transformers model.
         tokenizer: its tokenizer, or None where only a model object was given.
         name: what it was loaded from.
+        operators: the tree operators that `verify` runs in place of transformers' functions, by their names.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
         self.family = family_of(model.config)
         seam.install(modeling_module(model), self.family.functions)
         self.model = model.eval().requires_grad_(False)
+        self.operators = seam.OPERATORS
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path or model.config.model_type
         self.config = model.config
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ValueError(f"{self.name}: the output head is {head}, expected a linear layer without bias")
-        self._head = head
-        self._embeddings = model.get_input_embeddings()
-        self._backbone = model.base_model
+        self._head: nn.Linear = head
+        self._embeddings: nn.Module = model.get_input_embeddings()
+        self._backbone: nn.Module = model.base_model
 
     @property
     def device(self) -> torch.device:
@@ -103,11 +105,11 @@ class Target:
         Padding, on either side, never enters the model's conv, scan or attention; its features are zero.
         """
         if attention_mask is None:
-            return self._backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+            return self._backbone(input_ids=input_ids, use_cache=False).last_hidden_state.to(self.dtype)
         real = attention_mask.bool()
         # Real tokens to the left in their order: all our models are causal, so what stands right of them is not seen.
         order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)
-        left = self._backbone(input_ids=input_ids.gather(1, order), use_cache=False).last_hidden_state
+        left = self.features(input_ids.gather(1, order))
         back = torch.argsort(order, dim=1)[..., None].expand(-1, -1, left.shape[-1])
         return left.gather(1, back) * real[..., None]
 
@@ -178,7 +180,7 @@ class Target:
             )
         tables = tree.tables(self.device)
         valid = None if bool(tree.valid.all()) else tree.valid.to(self.device).expand(state.batch_size, -1)
-        with seam.tree_forward(seam.TreeForward(tables, valid, state.cache)):
+        with seam.tree_forward(seam.TreeForward(tables, valid, state.cache, self.operators)):
             mask = state.attention_mask(tables, valid, self.dtype) if self.family.has_attention else None
             positions = state.positions(tables, self.device)
             hidden = self._forward(tokens.to(self.device), state.cache, positions, mask)
@@ -230,9 +232,8 @@ class Target:
         inputs: dict[str, Any] = {"position_ids": positions if positions.ndim == 2 else positions[None]}
         if not self.family.has_attention:
             inputs = {}
-        return self._backbone(
-            input_ids=ids, cache=cache, use_cache=True, attention_mask=mask, **inputs
-        ).last_hidden_state
+        out = self._backbone(input_ids=ids, cache=cache, use_cache=True, attention_mask=mask, **inputs)
+        return out.last_hidden_state.to(self.dtype)  # Mamba2 keeps its residual, and so this, in float32
 
 
 class _Root:
@@ -261,8 +262,8 @@ def load_target(
         device: None takes the first GPU where there is one, else the CPU. A model object stays where it is.
 
     Raises:
-        ValueError: a model type or layer type that trees are not implemented for, or a gate that failed: features that
-            do not reproduce the logits, or a cached forward of several tokens that is wrong in this transformers version.
+        ValueError: a model type or layer type that trees are not implemented for, or a gate that failed: features
+            that do not reproduce the logits, or a cached forward of several tokens that this transformers gets wrong.
     """
     if isinstance(model_or_path, PreTrainedModel):
         target = Target(model_or_path)

@@ -38,8 +38,9 @@ VARIANTS = [{}, {"norms": False}, {"num_layers": 2}, {"fusion_bias": True}]
 @given(length=st.integers(1, 12), steps=st.integers(1, 5), batch=st.integers(1, 2), seed=st.integers(0, 99))
 @EXAMPLES
 def test_align_step_j_equals_decoding_on_own_features(variant, length, steps, batch, seed):
-    draft = make_draft(seed=seed, **variant)
+    draft = make_draft(seed=seed, **variant).double()
     features, next_ids = rows_of(batch, length, seed)
+    features = features.double()  # without norms a rounding error grows from step to step
     with torch.no_grad():
         aligned = draft.align(features, next_ids, steps=steps)
         for j, predicted in enumerate(aligned, 1):
@@ -49,7 +50,7 @@ def test_align_step_j_equals_decoding_on_own_features(variant, length, steps, ba
                 for k in range(j - 1):
                     out, cache = draft(out[:, -1:], next_ids[:, read + k : read + k + 1], cache=cache)
                 error = (out[:, -1] - predicted[:, t]).abs().max() / predicted.abs().max()
-                assert error < 2e-5, f"align step {j}, row {t}"
+                assert error < 1e-10, f"align step {j}, row {t}"
 
 
 def slow_attention(query, keys, values):

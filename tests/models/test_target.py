@@ -118,7 +118,9 @@ def test_a_ragged_batch_equals_its_single_rows(target, side):
         for r in range(3):
             assert relative(logits[r], path_logits(target.model, done[r][0], tokens[r], parents)) < 2e-5
         target.commit(state, paths)
-        done = [torch.cat([row, tokens[r : r + 1, path]], 1) for r, (row, path) in enumerate(zip(done, paths, strict=True))]
+        done = [
+            torch.cat([row, tokens[r : r + 1, path]], 1) for r, (row, path) in enumerate(zip(done, paths, strict=True))
+        ]
         assert state.lengths == [row.shape[1] for row in done]
     stepped = target.step(state, torch.tensor([5, 6, 7])).logits
     for r, row in enumerate(done):
