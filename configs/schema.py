@@ -79,7 +79,7 @@ class LoopConfig(Section):
     max_steps: int | None = Field(None, ge=1)  # optimizer steps; ends earlier than `epochs` would
     batch_size: int = Field(2, ge=1)  # rows per process and micro-step
     gradient_accumulation: int = Field(1, ge=1)
-    mixed_precision: Literal["no", "bf16"] = "bf16"
+    mixed_precision: Literal["none", "bf16"] = "bf16"
     rows_per_chunk: int = Field(1024, ge=1)  # rows whose logits are held at a time
     log_every: int = Field(10, ge=1)
     evaluate_every: int | None = Field(None, ge=1)  # optimizer steps; None: at the end of each epoch

@@ -181,13 +181,13 @@ class _DistillLoss(torch.autograd.Function):
                 part = slice(start, start + rows_per_chunk)
                 chunk = None if statistics is None else TeacherStatistics(*(s[part] for s in statistics))
                 teacher = _teacher(features[part], head, weights, chunk)
-                for j, y in enumerate(outputs):
-                    sums, ranks[j, part], grad = _step(
-                        y[part], features[part], head, weights, teacher, grads[j] is not None
+                for j, (y, grad) in enumerate(zip(outputs, grads, strict=True)):
+                    sums, ranks[j, part], slope = _step(
+                        y[part], features[part], head, weights, teacher, grad is not None
                     )
                     parts[j] += sums
-                    if grad is not None:
-                        grads[j][part] = grad * (weights.of_step(j) / num_rows)
+                    if grad is not None and slope is not None:
+                        grad[part] = slope * (weights.of_step(j) / num_rows)
             factors = parts.new_tensor([weights.feature, weights.ce, weights.topk])
             steps = parts.new_tensor([weights.of_step(j) for j in range(num_steps)])
             loss = (steps @ (parts @ factors)) / num_rows

@@ -1,0 +1,5 @@
+"""`accelerate launch -m draftwood.train --config <recipe or file> key.sub=value ...`"""
+
+from draftwood.train.launch import main
+
+main()

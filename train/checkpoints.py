@@ -1,0 +1,126 @@
+"""Checkpoints of a run: the draft, and beside it all that training needs to go on as if it had never stopped.
+
+<run>/checkpoints/step-00000200/   draft.safetensors, draft.json, training.pt
+<run>/best/                        the draft of the best validation, without training state
+"""
+
+import logging
+import platform
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from draftwood.configs.schema import RunConfig
+from draftwood.models.checkpoint import save_draft
+from draftwood.models.draft import EagleDraft
+
+_STATE = "training.pt"
+_PREFIX, _PARTIAL = "step-", ".partial-"
+_PACKAGES = ("draftwood", "torch", "transformers", "accelerate", "datasets")
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of the run in `folder`; only the main process writes.
+
+    Args:
+        keep: latest checkpoints that stay, beside the best draft.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder = folder / "checkpoints"
+        self.best = folder / "best"
+        self.keep = keep
+
+    def steps(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        return sorted(path for path in self.folder.glob(f"{_PREFIX}*") if (path / _STATE).is_file())
+
+    def latest(self) -> Path | None:
+        return self.steps()[-1] if self.steps() else None
+
+    def save(self, step: int, draft: EagleDraft, provenance: dict[str, Any], state: dict[str, Any]) -> Path:
+        """Writes a checkpoint that appears when it is whole, and removes those beyond `keep`."""
+        path = self.folder / f"{_PREFIX}{step:08d}"
+        partial = self.folder / f"{_PARTIAL}{path.name}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(f"{_PARTIAL}*"):  # of a process that was killed
+            shutil.rmtree(leftover)
+        save_draft(draft, partial, provenance)
+        torch.save(state, partial / _STATE)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(old)
+        return path
+
+    def save_best(self, draft: EagleDraft, provenance: dict[str, Any]) -> None:
+        """Writes the draft alone as the best so far; a reader sees the old one or the new one, whole."""
+        fresh = self.best.with_name(f"{_PARTIAL}best")
+        old = self.best.with_name(f"{_PARTIAL}old-best")
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        save_draft(draft, fresh, provenance)
+        if self.best.exists():
+            self.best.rename(old)
+        fresh.rename(self.best)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(path: Path, draft: EagleDraft, device: torch.device) -> dict[str, Any]:
+    """Puts the weights of checkpoint `path` into `draft` and returns the training state saved with them."""
+    draft.load_state_dict(load_file(path / "draft.safetensors"))
+    return torch.load(path / _STATE, map_location=device, weights_only=True)
+
+
+def random_state() -> dict[str, Any]:
+    """torch's generators. Training itself draws from (seed, epoch, row) alone, whatever they hold."""
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+
+
+def provenance(config: RunConfig, **facts: Any) -> dict[str, Any]:
+    """How a checkpoint came about: the resolved config, code and package versions, the command, and `facts`."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "git": _git_commit(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "argv": sys.argv,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **facts,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit of the source tree, with `+changes` where it has uncommitted ones; None for an installed package."""
+    here = Path(__file__).resolve().parent
+    try:
+        commit = _git(here, "rev-parse", "HEAD")
+        return commit + "+changes" if _git(here, "status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    ran = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return ran.stdout.strip()

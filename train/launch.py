@@ -1,0 +1,22 @@
+"""The command line of a training process."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from draftwood.configs.load import load_config
+from draftwood.train.loop import Stopped, distill
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses, trains, says where the draft is. Asked to stop it ends with exit code 0 once a checkpoint is saved."""
+    parser = argparse.ArgumentParser(prog="draftwood.train", description="Distil a draft from a frozen target.")
+    parser.add_argument("--config", help="a shipped recipe's name or a YAML file; all defaults without it")
+    parser.add_argument("overrides", nargs="*", help="section.field=value")
+    parsed = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        print(distill(load_config(parsed.config, parsed.overrides)))
+    except Stopped as stop:
+        print(stop, file=sys.stderr)

@@ -1,0 +1,283 @@
+"""Distillation, from top to bottom.
+
+    accelerate launch -m draftwood.train --config smollm2-135m optimizer.lr=1e-3      one or many processes
+    distill(load_config("smollm2-135m"))                                             the same from Python
+
+A run lives in <output>/<name>: config.json, metrics.jsonl, checkpoints/, best/ and, unless kept elsewhere, features/.
+Started again it goes on from its latest checkpoint, to the same weights as if it had not stopped.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor, nn
+
+from draftwood.configs.schema import RunConfig
+from draftwood.kernels.distill_loss import DistillHead
+from draftwood.models.target import Target
+from draftwood.train import setup
+from draftwood.train.batches import Batch, add_noise, collate, global_batches, micro_batches
+from draftwood.train.checkpoints import Checkpoints, load_state, provenance, random_state, set_random_state
+from draftwood.train.features import fingerprint
+from draftwood.train.losses import Distillation
+from draftwood.train.metrics import Meter, Metrics, summarise
+from draftwood.train.optim import Optimizers
+from draftwood.train.summary import announce
+from draftwood.train.tracking import MetricsLog, StopRequest
+
+logger = logging.getLogger(__name__)
+
+
+class ResumeError(ValueError):
+    """A run's folder holds a checkpoint that this configuration can't go on from."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop (Ctrl-C, SIGTERM), saved a checkpoint and ended; `checkpoint` is its folder."""
+
+    def __init__(self, checkpoint: Path):
+        super().__init__(f"stopped; saved {checkpoint}. Run the same command to go on from there")
+        self.checkpoint = checkpoint
+
+
+@dataclass
+class Position:
+    """Where a run is: optimizer steps taken, the epoch, batches of it that are done, and the best validation so far."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    best: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that stays the same from the first step to the last."""
+
+    config: RunConfig
+    folder: Path
+    accelerator: Accelerator
+    console: Console
+    module: Distillation
+    model: nn.Module  # `module`, inside DistributedDataParallel where there are several processes
+    optimizers: Optimizers
+    train: setup.Split
+    validation: setup.Split
+    checkpoints: Checkpoints
+    log: MetricsLog
+    total_steps: int
+    global_batch_size: int
+    identity: dict[str, Any] = field(default_factory=dict)
+
+
+def distill(config: RunConfig, target: Target | None = None, console: Console | None = None) -> Path:
+    """Trains a draft as `config` says and returns the folder of the best one.
+
+    Args:
+        target: already loaded; None loads `config.target`.
+
+    Raises:
+        Stopped: asked to stop; a checkpoint was saved.
+        ResumeError, FeatureError, ValueError: what does not fit and what to do about it.
+    """
+    console = console or Console(stderr=True)
+    run = _set_up(config, target, console)
+    meter = Meter(config.align.steps, run.accelerator.device)
+    position = _resume(run, meter)
+    announce(run, position.step)
+    run.log.start_at(position.step, run.total_steps)
+    with StopRequest(run.accelerator) as stop:
+        while position.step < run.total_steps:
+            batches = global_batches(run.train.sizes.lengths, run.global_batch_size, config.seed, position.epoch)
+            started = time.perf_counter()
+            norm = _train_step(run, batches[position.batch], position, meter)
+            run.log.count_step(time.perf_counter() - started, run.train.sizes.supervised[batches[position.batch]].sum())
+            position.step += 1
+            position.batch += 1
+            is_epoch_end = position.batch == len(batches)
+            if is_epoch_end:
+                position.epoch, position.batch = position.epoch + 1, 0
+            _after_step(run, position, meter, norm, is_epoch_end, stop)
+    run.log.close()
+    run.accelerator.wait_for_everyone()
+    return run.checkpoints.best
+
+
+def _set_up(config: RunConfig, target: Target | None, console: Console) -> Run:
+    folder = Path(config.output) / config.name
+    # Before the process group: the first process to take the lock prepares, the others wait without a timeout.
+    data_folder = setup.prepare_rows(config, None if target is None else target.tokenizer)
+    accelerator = setup.start_processes(config, folder)
+    if target is None:
+        target = setup.load_for_training(config, accelerator.device)
+    elif target.device.type != accelerator.device.type:
+        raise ValueError(
+            f"the target given is on {target.device}, training runs on {accelerator.device}; move it there"
+        )
+    train, validation = setup.load_splits(config, target, data_folder, folder, accelerator, console)
+    draft = setup.build_draft(config, target, train.rows)
+    head = DistillHead.build(train.features.head.weight, draft.draft_vocab, target.logit_scale)
+    module = Distillation(
+        draft,
+        head,
+        setup.loss_weights(config),
+        config.align.steps,
+        config.loop.rows_per_chunk,
+        setup.autocast_dtype(config),
+    )
+    global_batch_size = config.loop.batch_size * accelerator.num_processes * config.loop.gradient_accumulation
+    total_steps = config.loop.epochs * -(-len(train.rows) // global_batch_size)
+    total_steps = min(total_steps, config.loop.max_steps or total_steps)
+    identity = {
+        **config.model_dump(mode="json", include={"seed", "draft", "align", "optimizer"}),
+        "target": fingerprint(target),
+        "mixed_precision": config.loop.mixed_precision,
+        "rows": train.sizes.digest,
+        "global_batch_size": global_batch_size,
+        "total_steps": total_steps,
+    }
+    return Run(
+        config=config,
+        folder=folder,
+        accelerator=accelerator,
+        console=console,
+        module=module,
+        model=accelerator.prepare_model(module),
+        optimizers=Optimizers(draft, config.optimizer, total_steps),
+        train=train,
+        validation=validation,
+        checkpoints=Checkpoints(folder, config.loop.keep),
+        log=MetricsLog(folder, config, accelerator, console),
+        total_steps=total_steps,
+        global_batch_size=global_batch_size,
+        identity=identity,
+    )
+
+
+def _resume(run: Run, meter: Meter) -> Position:
+    """Puts the latest checkpoint back, if there is one, and returns where training goes on."""
+    latest = run.checkpoints.latest()
+    position = Position()
+    if latest is not None:
+        if not run.config.loop.resume:
+            raise ResumeError(f"{run.folder} holds {latest.name}; set loop.resume=true, another name, or delete it")
+        state = load_state(latest, run.module.draft, run.accelerator.device)
+        changed = sorted(key for key in run.identity if state["identity"].get(key) != run.identity[key])
+        if changed:
+            details = "; ".join(f"{key}: {state['identity'].get(key)} -> {run.identity[key]}" for key in changed)
+            raise ResumeError(
+                f"{latest} is of another run ({details}). Undo the change, or use another name or draft.init_from"
+            )
+        run.optimizers.load_state_dict(state["optimizers"])
+        set_random_state(state["random"])
+        position = Position(**state["position"])
+        if run.accelerator.is_main_process:
+            meter.sums.copy_(state["meter"])
+        run.console.print(f"resuming after step {position.step}, from {latest}", highlight=False)
+    return position
+
+
+def _train_step(run: Run, numbers: list[int], position: Position, meter: Meter) -> Tensor:
+    """One optimizer step over the rows `numbers`, shared among the processes; returns the gradient's norm."""
+    accelerator, config = run.accelerator, run.config
+    # Known to all from the rows themselves, so the loss is that of the global batch however it is split.
+    num_rows = max(1, int(run.train.sizes.supervised[numbers].sum()))
+    shares = micro_batches(numbers, config.loop.batch_size, accelerator.num_processes, accelerator.process_index)
+    for i, share in enumerate(shares):
+        batch = _load(run, run.train, share)
+        inputs = add_noise(batch, config.align.feature_noise, config.seed, position.epoch)
+        is_last = i == len(shares) - 1
+        with nullcontext() if is_last else accelerator.no_sync(run.model):
+            out = run.model(batch, num_rows, inputs)
+            # Processes are averaged by the reduction; the loss is a sum over all of them.
+            accelerator.backward(out.loss * accelerator.num_processes)
+        meter.add(out, batch)
+    norm = nn.utils.clip_grad_norm_(run.module.parameters(), config.optimizer.max_grad_norm)
+    run.optimizers.step(position.step)
+    return norm
+
+
+def _after_step(
+    run: Run, position: Position, meter: Meter, norm: Tensor, is_epoch_end: bool, stop: StopRequest
+) -> None:
+    """What is due after optimizer step `position.step`: a log line, a validation, a checkpoint, the end."""
+    loop, step = run.config.loop, position.step
+    is_last = step == run.total_steps
+    if step % loop.log_every == 0 or is_last:
+        metrics = _reduce(run, meter)
+        meter.reset()
+        run.log.training(step, position.epoch, run.optimizers.factor(step - 1), float(norm), metrics)
+    if is_last or (is_epoch_end if loop.evaluate_every is None else step % loop.evaluate_every == 0):
+        _validate_and_keep_best(run, position)
+    is_stopped = stop.is_requested()
+    if step % loop.save_every == 0 or is_last or is_stopped:
+        path = _save(run, position, meter)
+        if is_stopped and not is_last:
+            run.log.close()
+            raise Stopped(path)
+
+
+def _validate_and_keep_best(run: Run, position: Position) -> None:
+    metrics = validate(run)
+    run.log.validation(position.step, position.epoch, metrics)
+    if metrics.acceptance_length > position.best:
+        position.best = metrics.acceptance_length
+        if run.accelerator.is_main_process:
+            facts = provenance(run.config, step=position.step, validation=metrics.to_dict())
+            run.checkpoints.save_best(run.module.draft, facts)
+
+
+@torch.no_grad()
+def validate(run: Run) -> Metrics:
+    """Metrics of the draft over all validation rows, each counted once; processes may have different shares."""
+    meter = Meter(run.config.align.steps, run.accelerator.device)
+    run.module.eval()
+    for batch in _validation_batches(run):
+        meter.add(run.module(batch, 1), batch)
+    run.module.train()
+    return _reduce(run, meter)
+
+
+def _validation_batches(run: Run) -> Iterator[Batch]:
+    size, accelerator = run.config.loop.batch_size, run.accelerator
+    order = np.argsort(-run.validation.sizes.lengths, kind="stable").tolist()
+    batches = [order[i : i + size] for i in range(0, len(order), size)]
+    for numbers in batches[accelerator.process_index :: accelerator.num_processes]:
+        yield _load(run, run.validation, numbers)
+
+
+def _load(run: Run, split: setup.Split, numbers: list[int]) -> Batch:
+    return collate(
+        numbers, split.rows, split.features(numbers), split.features.target.hidden_dim, run.accelerator.device
+    )
+
+
+def _reduce(run: Run, meter: Meter) -> Metrics:
+    return summarise(run.accelerator.reduce(meter.sums.clone(), "sum"), run.module.weights)
+
+
+def _save(run: Run, position: Position, meter: Meter) -> Path:
+    sums = run.accelerator.reduce(meter.sums.clone(), "sum")
+    if run.accelerator.is_main_process:
+        state = {
+            "identity": run.identity,
+            "position": vars(position),
+            "optimizers": run.optimizers.state_dict(),
+            "random": random_state(),
+            "meter": sums,
+        }
+        run.checkpoints.save(position.step, run.module.draft, provenance(run.config, step=position.step), state)
+    run.accelerator.wait_for_everyone()
+    latest = run.checkpoints.latest()
+    if latest is None:
+        raise FileNotFoundError(f"{run.checkpoints.folder}: the checkpoint of the main process is not visible here")
+    return latest

@@ -1,0 +1,73 @@
+"""One training step's loss: all align steps of a batch over its supervised rows (HASS, arXiv 2408.15766)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from draftwood.kernels.distill_loss import DistillHead, DistillWeights, TeacherStatistics, distill_loss
+from draftwood.models.draft import EagleDraft
+from draftwood.train.batches import Batch
+
+
+class StepOutput(NamedTuple):
+    """`loss` [] to go backward from; `parts` [J, 3] and `ranks` [J, R] as in `distill_loss`.
+
+    `places` [R] int64: where the supervised rows lie in the flattened [B, T - 2] rows of the draft.
+    """
+
+    loss: Tensor
+    parts: Tensor
+    ranks: Tensor
+    places: Tensor
+
+
+class Distillation(nn.Module):
+    """The draft and its loss as one module, so that data parallelism sees one forward and reduces once per backward.
+
+    Row t of the draft reads (feature t, token t + 1) and predicts feature t + 1, whose logits are those of token t + 2:
+    of T tokens, rows 0 to T - 3 can be trained.
+    """
+
+    def __init__(
+        self,
+        draft: EagleDraft,
+        head: DistillHead,
+        weights: DistillWeights,
+        steps: int,
+        rows_per_chunk: int = 1024,
+        precision: torch.dtype | None = None,
+    ):
+        """`precision`: the dtype the draft's forward is autocast to, None for its own; the loss follows the head's."""
+        super().__init__()
+        self.draft = draft
+        self.head = head
+        self.weights = weights
+        self.steps = steps
+        self.rows_per_chunk = rows_per_chunk
+        self.precision = precision
+
+    def forward(self, batch: Batch, num_rows: float, inputs: Tensor | None = None) -> StepOutput:
+        """Loss of `batch`, its sum over supervised rows divided by `num_rows`, those of the global batch.
+
+        Args:
+            inputs: [B, T, H] features to read instead of the batch's own, such as noisy ones; what is predicted stays.
+        """
+        read = batch.features if inputs is None else inputs
+        with torch.autocast(read.device.type, self.precision, enabled=self.precision is not None):
+            outputs = self.draft.align(read[:, :-2], batch.tokens[:, 1:-1], steps=self.steps)
+        places = batch.supervised[:, :-2].flatten().nonzero()[:, 0]
+
+        def predicted(x: Tensor) -> Tensor:
+            return x[:, 1:-1].flatten(0, 1)[places]
+
+        found = distill_loss(
+            [y.flatten(0, 1)[places] for y in outputs],
+            predicted(batch.features),
+            self.head,
+            self.weights,
+            num_rows,
+            TeacherStatistics(predicted(batch.statistics.normaliser), predicted(batch.statistics.argmax)),
+            self.rows_per_chunk,
+        )
+        return StepOutput(*found, places)

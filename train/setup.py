@@ -1,0 +1,190 @@
+"""What a run needs before its first step: rows, processes, the target, features, the draft."""
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from datasets import Dataset
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from draftwood.configs.schema import RunConfig
+from draftwood.kernels.distill_loss import DistillHead, DistillWeights
+from draftwood.models.assets import asset_path, cache_root, is_asset
+from draftwood.models.checkpoint import load_draft
+from draftwood.models.draft import EagleDraft
+from draftwood.models.target import Target, load_target
+from draftwood.train.batches import RowSizes, frequent_tokens
+from draftwood.train.features import FeatureError, FeatureSource, open_cache
+from draftwood.train.prepare import load_rows, prepare
+from draftwood.train.turns import TurnPolicy
+
+# Longer than any extraction of features that one process may have to wait for.
+_PATIENCE = timedelta(hours=24)
+_DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of one kind and where their features come from."""
+
+    rows: Dataset
+    sizes: RowSizes
+    features: FeatureSource
+
+
+def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """The folder of prepared rows that `config` asks for; the first process here makes it, the others wait.
+
+    Raises:
+        ValueError: the target has no tokenizer, or as `prepare`.
+    """
+    name = config.target.name
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(asset_path(name) if is_asset(name) else name)
+    data = config.data
+    folder = (
+        data.folder or cache_root() / "rows" / f"{Path(data.source).stem}-{Path(name).name}-{_settings_name(config)}"
+    )
+    prepare(
+        data.source,
+        tokenizer,
+        folder,
+        max_length=data.max_length,
+        num_validation=data.num_validation,
+        seed=config.seed,
+        policy=TurnPolicy(system=data.system),
+        limit=data.limit,
+        num_proc=data.num_proc,
+    )
+    return Path(folder)
+
+
+def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
+    """Joins the process group that `accelerate launch` or torchrun set up, if any.
+
+    Raises:
+        ValueError: a strategy other than data parallelism; ImportError: a tracker that is not installed.
+    """
+    tracker = config.loop.tracker
+    if tracker != "none" and find_spec(tracker) is None:
+        raise ImportError(f"loop.tracker is {tracker}, which is not installed: pip install {tracker}, or tracker: none")
+    accelerator = Accelerator(
+        cpu=config.target.device == "cpu" or not torch.cuda.is_available(),
+        log_with=None if tracker == "none" else tracker,
+        project_dir=run_folder,
+        # Accumulation and autocast are the loop's own, whatever the launcher's configuration says of them.
+        gradient_accumulation_steps=1,
+        mixed_precision="no",
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=_PATIENCE),
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        ],
+    )
+    if accelerator.distributed_type not in _DATA_PARALLEL:
+        raise ValueError(
+            f"a draft is trained data-parallel; {accelerator.distributed_type} is not supported, "
+            "use an accelerate configuration with MULTI_GPU or MULTI_CPU"
+        )
+    return accelerator
+
+
+def load_for_training(config: RunConfig, device: torch.device) -> Target:
+    """The target of `config` on `device`, in the dtype asked for."""
+    dtype = None if config.target.dtype == "auto" else config.target.dtype
+    return load_target(config.target.name, dtype=dtype, device=device)
+
+
+def limit_tokens(rows: Dataset, max_tokens: int | None) -> Dataset:
+    """The first rows with `max_tokens` tokens in all, at least one row; all of them for None."""
+    if max_tokens is None:
+        return rows
+    total = 0
+    for i in range(len(rows)):
+        total += len(rows[i]["input_ids"])
+        if total >= max_tokens:
+            return rows.select(range(i + 1))
+    return rows
+
+
+def build_draft(config: RunConfig, target: Target, rows: Dataset) -> EagleDraft:
+    """An untrained float32 draft, the same on every process, or the one in `draft.init_from`."""
+    if config.draft.init_from is not None:
+        return load_draft(config.draft.init_from, target).float().train()
+    size = config.draft.draft_vocab_size
+    draft_vocab = None if size is None else frequent_tokens(rows, size, target.vocab_size)
+    torch.manual_seed(config.seed)
+    return EagleDraft.from_target(
+        target,
+        draft_vocab=draft_vocab,
+        num_layers=config.draft.num_layers,
+        norms=config.draft.norms,
+        fusion_bias=config.draft.fusion_bias,
+    ).train()
+
+
+def loss_weights(config: RunConfig) -> DistillWeights:
+    align = config.align
+    return DistillWeights(align.feature_weight, align.ce_weight, align.topk_weight, align.topk, align.step_weights)
+
+
+def autocast_dtype(config: RunConfig) -> torch.dtype | None:
+    return torch.bfloat16 if config.loop.mixed_precision == "bf16" else None
+
+
+def load_splits(
+    config: RunConfig, target: Target, data_folder: Path, run_folder: Path, accelerator: Accelerator, console: Console
+) -> tuple[Split, Split]:
+    """Training and validation rows, their features computed or read as configured; all processes take part.
+
+    Raises:
+        FeatureError: stale features in a folder of the user's, too little disk, or folders that are not shared.
+    """
+    head = DistillHead.build(target.head_weight, None, target.logit_scale, autocast_dtype(config))
+    left, splits = config.features.max_gb, []
+    for name in ("validation", "train"):
+        rows = load_rows(data_folder, name).select_columns(["input_ids", "loss_mask"]).with_format("numpy")
+        if name == "train":
+            rows = limit_tokens(rows, config.data.train_tokens)
+        sizes, source = RowSizes.of(rows), FeatureSource(target, rows, head, autocast_dtype(config))
+        if config.features.source == "cached":
+            folder = Path(config.features.folder or run_folder / "features") / name
+            with accelerator.main_process_first():
+                cache = open_cache(
+                    folder, target, sizes, autocast_dtype(config), left, rebuild=config.features.folder is None
+                )
+            left -= cache.num_tokens * cache.bytes_per_token / 1e9
+            if accelerator.is_main_process:
+                console.print(cache.describe(), highlight=False)
+            cache.fill(
+                source,
+                config.features.tokens_per_batch,
+                accelerator.process_index,
+                accelerator.num_processes,
+                console if accelerator.is_main_process else None,
+            )
+            accelerator.wait_for_everyone()
+            if missing := cache.missing():
+                raise FeatureError(
+                    f"{folder}: process {accelerator.process_index} lacks {len(missing)} files that others wrote; set "
+                    "features.folder to a folder that all processes share"
+                )
+            source = FeatureSource(target, rows, head, autocast_dtype(config), cache)
+        splits.append(Split(rows, sizes, source))
+    return splits[1], splits[0]
+
+
+def _settings_name(config: RunConfig) -> str:
+    data = config.data
+    parts = [f"{data.max_length}", f"{data.num_validation}", f"s{config.seed}"]
+    if data.limit is not None:
+        parts.append(f"n{data.limit}")
+    if data.system != "keep":
+        parts.append(data.system)
+    return "-".join(parts)

@@ -1,0 +1,74 @@
+"""What a run prints before its first step: what is frozen, tied and trained, how long it is, what it needs."""
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from draftwood.train.loop import Run
+
+GB = 1e9
+
+
+def announce(run: "Run", step: int) -> None:
+    """Prints the table, on the main process."""
+    if run.accelerator.is_main_process:
+        table = Table(title=f"draftwood distill: {run.config.name}", title_justify="left", show_header=False)
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        for row in describe(run, step):
+            table.add_row(*row)
+        run.console.print(table)
+
+
+def describe(run: "Run", step: int) -> list[tuple[str, str]]:
+    """The table's rows: a name and a text each."""
+    config, draft, target = run.config, run.module.draft, run.train.features.target
+    parts = ", ".join(
+        f"{name} {_millions(sum(p.numel() for p in m.parameters()))}" for name, m in draft.named_children()
+    )
+    rest = f"{target.vocab_size:,} tokens" if draft.draft_vocab is None else f"{len(draft.draft_vocab):,} of its tokens"
+    processes = run.accelerator.num_processes
+    frozen = _millions(sum(p.numel() for p in target.model.parameters()))
+    optimizer = config.optimizer
+    rates = (
+        f"muon {optimizer.muon_lr} on matrices, adamw {optimizer.lr}" if optimizer.name == "muon" else f"{optimizer.lr}"
+    )
+    return [
+        ("frozen", f"target {target.name}, {frozen} parameters, {target.dtype}, {target.device}"),
+        ("tied", f"the draft's embedding and head are the target's, for {rest}; never in a checkpoint"),
+        ("trained", f"draft {_millions(_trained(run))} parameters: {parts}"),
+        ("rows", f"{len(run.train.rows):,} of {run.train.sizes.lengths.sum():,} tokens, "
+                 f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
+        ("batch", f"{run.global_batch_size} rows = {config.loop.batch_size} x {processes} processes x "
+                  f"{config.loop.gradient_accumulation} accumulated"),
+        ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {config.align.steps} align steps each"),
+        ("optimizer", f"{optimizer.name}, lr {rates}, {optimizer.schedule}; {config.loop.mixed_precision} autocast"),
+        ("memory", f"about {training_bytes(run) / GB:.1f} GB per process beside the target"),
+        ("folder", f"{run.folder}; a checkpoint every {config.loop.save_every} steps, {config.loop.keep} kept"),
+    ]  # fmt: skip
+
+
+def training_bytes(run: "Run") -> float:
+    """An estimate: weights, gradients and moments, the activations of the longest batch, and one chunk of logits."""
+    config, shape = run.config, run.module.draft.config.shape
+    moments = 1 if config.optimizer.name == "muon" else 2
+    weights = 4 * _trained(run) * (2 + moments)
+    width = 2 if config.loop.mixed_precision == "bf16" else 4
+    longest = int(run.train.sizes.lengths.max())
+    rows = config.loop.batch_size * longest
+    # per row and align step: norms and residuals in float32, projections and the feed-forward layer in `width` bytes
+    per_row = 4 * 10 * shape.hidden_dim + width * (4 * shape.hidden_dim + 4 * shape.intermediate_dim)
+    scores = 3 * 4 * config.loop.batch_size * shape.num_heads * longest * min(longest, 512)
+    activations = config.align.steps * (rows * per_row * run.module.draft.config.num_layers + scores)
+    vocab = run.module.head.draft_weight.shape[0]
+    logits = min(config.loop.rows_per_chunk, rows) * vocab * (2 * 4 + 2 * width)
+    return float(weights + activations + logits)
+
+
+def _trained(run: "Run") -> int:
+    return sum(p.numel() for p in run.module.parameters() if p.requires_grad)
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
