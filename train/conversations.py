@@ -22,6 +22,7 @@ TURN_KEYS = ("conversations", "messages")
 # A string that closes on its line, else a bare quote; the possessive `++` keeps a long string linear.
 _STRUCTURE = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|["{}\[\]]', re.DOTALL)
 _ROW_START = re.compile(r'[\[,\n]\s*(?=\{\s*")')
+_CLOSING = {"{": "}", "[": "]"}
 _SEPARATORS = re.compile(r"[\s,]*")
 _decoder = json.JSONDecoder()
 
@@ -183,7 +184,9 @@ class _ArrayReader:
                 if row_end is None and self._more():
                     continue
                 if row_end:
-                    self._advance(row_end)
+                    # A bracket lost here and one too many further on balance out over the whole rows between.
+                    found = self._find_row(row_end)
+                    self._advance(row_end if found is None else found)
                     return None, RowError("not_json", detail)
                 return None, self._resume(detail)
             # `12` at the end of a block may go on as `123`; only brackets close themselves.
@@ -193,19 +196,25 @@ class _ArrayReader:
             return value, None
 
     def _resume(self, detail: str) -> RowError:
-        """Go on at the next thing that is a row for sure: an object of its own that has turns."""
+        """Go on at the next row, however far it is."""
         while True:
-            for match in _ROW_START.finditer(self.text, self.at + 1):
-                try:
-                    value, _ = _decoder.raw_decode(self.text, match.end())
-                except (json.JSONDecodeError, RecursionError):
-                    continue
-                if any(key in value for key in TURN_KEYS):
-                    self._advance(match.end())
-                    return RowError("not_json", detail)
+            if (found := self._find_row(len(self.text))) is not None:
+                self._advance(found)
+                return RowError("not_json", detail)
             if not self._more():
                 lost = len(self.text) - self.at
                 return RowError("cut_off", f"the last {lost} characters of the file are no whole row: {detail}")
+
+    def _find_row(self, limit: int) -> int | None:
+        """Where the next thing starts that is a row for sure: an object of its own that has turns."""
+        for match in _ROW_START.finditer(self.text, self.at + 1, limit):
+            try:
+                value, _ = _decoder.raw_decode(self.text, match.end())
+            except (json.JSONDecodeError, RecursionError):
+                continue
+            if any(key in value for key in TURN_KEYS):
+                return match.end()
+        return None
 
     def _more(self) -> bool:
         # Reading at least as much as is held keeps retries on a very long row linear in its length.
@@ -229,17 +238,18 @@ class _ArrayReader:
 
 def _end_of_row(text: str, at: int) -> int | None:
     """Where the bracketed value at `at` ends; None if the text ends first; 0 if its quotes or brackets are broken."""
-    depth = 0
+    closing: list[str] = []
     for match in _STRUCTURE.finditer(text, at):
-        first = match.group()[0]
-        if depth == 0 and match.start() != at:
+        token = match.group()
+        if not closing and match.start() != at:
             return 0
-        if first in "{[":
-            depth += 1
-        elif first in "}]":
-            depth -= 1
-            if depth == 0:
+        if token in _CLOSING:
+            closing.append(_CLOSING[token])
+        elif token in "}]":
+            if not closing or token != closing.pop():
+                return 0
+            if not closing:
                 return match.end()
-        elif len(match.group()) == 1:
+        elif token == '"':
             return 0 if "\n" in text[match.start() :] else None
     return None
