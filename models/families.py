@@ -5,16 +5,21 @@ A family is one line. Layer types that are not listed are refused by name when a
 
 import difflib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 ATTENTION = frozenset({"full_attention"})
-SSD = ("causal_conv1d_fn", "mamba2_chunk_scan")
+CONV = "causal_conv1d_fn"
+SSD = (CONV, "mamba2_chunk_scan")
+DELTA = (CONV, "torch_chunk_gated_delta_rule")
+KDA = (CONV, "chunk_kimi_delta_attention")
+SELECTIVE = (CONV, "mamba_selective_scan")
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,17 @@ class Family:
         functions: module-level functions of the modeling module that a tree forward replaces.
         has_attention: whether the model takes a 4-D attention mask and positions.
         logit_scale: config field and whether it divides: logits = head(feature) * value, or / value.
+        continues: whether transformers' own forward of several tokens starts from the cached state. Where it does not,
+            a prompt is read on from a state by tree forwards of chains.
+        prepare: what the model object needs to have set before it runs with a mask.
     """
 
     layers: frozenset[str]
     functions: tuple[str, ...] = ()
     has_attention: bool = True
     logit_scale: tuple[str, bool] | None = None
+    continues: bool = True
+    prepare: Callable[[PreTrainedModel], None] | None = None
 
     def scaled(self, config: PreTrainedConfig, logits: Tensor) -> Tensor:
         """The model's logits from its head's plain output, rounded as the model rounds."""
@@ -46,20 +56,39 @@ class Family:
         return self.scaled(config, torch.ones((), dtype=torch.float64)).item()
 
 
-MAMBA2_HYBRID = ATTENTION | {"linear_attention"}
+RECURRENT = frozenset({"linear_attention"})
+HYBRID = ATTENTION | RECURRENT
+
+
+def _every_head_has_keys(model: PreTrainedModel) -> None:
+    """Latent attention expands its latents to every head; transformers would repeat them once more under a mask."""
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            module.num_key_value_groups = 1
+
+
 FAMILIES: dict[str, Family] = {
     # attention only
     "llama": Family(ATTENTION),
     "qwen3": Family(ATTENTION),
     # Mamba-2
-    "mamba2": Family(frozenset({"linear_attention"}), SSD, has_attention=False),
-    "bamba": Family(MAMBA2_HYBRID, SSD),
-    "granitemoehybrid": Family(MAMBA2_HYBRID, SSD, logit_scale=("logits_scaling", True)),
+    "mamba2": Family(RECURRENT, SSD, has_attention=False),
+    "bamba": Family(HYBRID, SSD),
+    "granitemoehybrid": Family(HYBRID, SSD, logit_scale=("logits_scaling", True)),
     "falcon_h1": Family(frozenset({"hybrid"}), SSD, logit_scale=("lm_head_multiplier", False)),
-    "zamba2": Family(frozenset({"linear_attention", "hybrid"}), SSD),
-    "nemotron_h": Family(MAMBA2_HYBRID | {"dummy"}, SSD),  # the cache calls its mlp and moe layers dummy
+    "zamba2": Family(RECURRENT | {"hybrid"}, SSD),
+    "nemotron_h": Family(HYBRID | {"dummy"}, SSD),  # the cache calls its mlp and moe layers dummy
+    # gated delta rule, decay per head or (Kimi) per key channel
+    "qwen3_next": Family(HYBRID, DELTA),
+    "qwen3_5_text": Family(HYBRID, DELTA),
+    "olmo_hybrid": Family(HYBRID, DELTA),
+    "kimi_linear": Family(HYBRID, KDA, prepare=_every_head_has_keys),
     # short convolution
-    "lfm2": Family(ATTENTION | {"conv"}, ("causal_conv1d_fn",)),
+    "lfm2": Family(ATTENTION | {"conv"}, (CONV,)),
+    # Mamba-1
+    "mamba": Family(RECURRENT, SELECTIVE, has_attention=False, continues=False),
+    "falcon_mamba": Family(RECURRENT, SELECTIVE, has_attention=False, continues=False),
+    "jamba": Family(HYBRID, SELECTIVE, continues=False),
 }
 
 

@@ -1,7 +1,7 @@
 """The seam to transformers: the functions its mixers call, replaced by tree operators while a tree is active.
 
-Every Mamba-2 mixer of transformers calls the module-level functions `causal_conv1d_fn` and `mamba2_chunk_scan`. Each
-is wrapped once per modeling module. The wrapper calls the original unless a tree forward is running in this context, so
+Every mixer of transformers calls module-level functions: `causal_conv1d_fn`, and a scan such as `mamba2_chunk_scan`.
+Each is wrapped once per modeling module. The wrapper calls the original unless a tree forward is running in this context, so
 prefill, training and `generate` of the same model are untouched, and so are other threads.
 """
 
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from draftwood.kernels.tables import TreeTables
 from draftwood.kernels.tree_conv import tree_conv
+from draftwood.kernels.tree_delta import tree_delta
 from draftwood.kernels.tree_scan import tree_scan
+from draftwood.kernels.tree_selective import tree_selective
 from draftwood.models.cache import DecodeCache
 
 Operator = Callable[..., Any]
@@ -120,4 +122,62 @@ def _ssd_scan(
     )
 
 
-OPERATORS: Mapping[str, Operator] = {"causal_conv1d_fn": _conv, "mamba2_chunk_scan": _ssd_scan}
+def _delta_rule(
+    forward: TreeForward,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Any]:
+    return tree_delta(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        forward.tables,
+        initial_state=forward.cache.current.state,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        valid=forward.valid,
+    )
+
+
+def _selective_scan(
+    forward: TreeForward,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Any]:
+    return tree_selective(
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        forward.tables,
+        initial_state=forward.cache.current.state,
+        D=D,
+        z=z,
+        dt_bias=delta_bias,
+        dt_softplus=delta_softplus,
+        valid=forward.valid,
+    )
+
+
+OPERATORS: Mapping[str, Operator] = {
+    "causal_conv1d_fn": _conv,
+    "mamba2_chunk_scan": _ssd_scan,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba_selective_scan": _selective_scan,
+}

@@ -44,6 +44,8 @@ class Target:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
         self.family = family_of(model.config)
         seam.install(modeling_module(model), self.family.functions)
+        if self.family.prepare is not None:
+            self.family.prepare(model)
         self.model = model.eval().requires_grad_(False)
         self.operators = seam.OPERATORS
         self.tokenizer = tokenizer
@@ -158,8 +160,21 @@ class Target:
         cache, hidden = DecodeCache(self.config), []
         for start in range(0, ids.shape[1], chunk_size or ids.shape[1]):
             chunk = ids[:, start : start + (chunk_size or ids.shape[1])]
-            hidden.append(self._forward(chunk, cache, torch.arange(start, start + chunk.shape[1], device=ids.device)))
+            if start == 0 or self.family.continues:
+                positions = torch.arange(start, start + chunk.shape[1], device=ids.device)
+                hidden.append(self._forward(chunk, cache, positions))
+            else:
+                hidden.append(self._read_on(chunk, cache, start))
         return cache, torch.cat(hidden, 1)
+
+    def _read_on(self, ids: Tensor, cache: DecodeCache, start: int) -> Tensor:
+        """Takes `ids` [B, t] in after `start` committed tokens, as a chain; returns features [B, t, H]."""
+        batch, length = ids.shape
+        empty = ids.new_empty(0)
+        state = DecodeState(cache, [start] * batch, empty, empty)
+        hidden = self.verify(state, ids, _Chain(length)).features
+        self.commit(state, [range(length)] * batch)
+        return hidden
 
     @torch.no_grad()
     def verify(self, state: DecodeState, tokens: Tensor, tree: TokenTree) -> VerifyOutput:
@@ -218,7 +233,7 @@ class Target:
         one length.
         """
         if state.is_ragged:
-            out = self.verify(state, tokens[:, None], _ROOT)
+            out = self.verify(state, tokens[:, None], _Chain(1))
             self.commit(state, [[0]] * state.batch_size)
             return out
         position = torch.tensor([state.width], device=self.device)
@@ -236,18 +251,18 @@ class Target:
         return out.last_hidden_state.to(self.dtype)  # Mamba2 keeps its residual, and so this, in float32
 
 
-class _Root:
-    """The tree of the root alone."""
+class _Chain:
+    """The tree in which every node hangs on the one before it."""
 
-    num_rows = num_nodes = 1
-    rows = ((-1,),)
-    valid = torch.ones(1, 1, dtype=torch.bool)
+    num_rows = 1
+
+    def __init__(self, num_nodes: int):
+        self.num_nodes = num_nodes
+        self.rows = [list(range(-1, num_nodes - 1))]
+        self.valid = torch.ones(1, num_nodes, dtype=torch.bool)
 
     def tables(self, device: torch.device | str = "cpu") -> TreeTables:
-        return TreeTables.from_parents(torch.full((1, 1), -1, device=device), 0)
-
-
-_ROOT: Any = _Root()
+        return TreeTables.from_parents(torch.tensor(self.rows, device=device), self.num_nodes - 1)
 
 
 def load_target(
