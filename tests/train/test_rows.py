@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -101,11 +101,24 @@ words = st.text("ab é🙂\n<|", min_size=1, max_size=8).filter(str.strip)
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
-def test_any_text_is_masked_exactly(chat_tokenizer, turns):
+@example([("hello", "\n answer")])
+def test_any_text_is_masked_exactly_or_refused_where_the_prompt_tokenises_another_way(chat_tokenizer, turns):
     tokenizer = chat_tokenizer("chatml")
-    row = RowBuilder(tokenizer, max_length=10_000)(chat(*[text for pair in turns for text in pair]))
+    messages = chat(*[text for pair in turns for text in pair])
+    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    prompts = [
+        tokenizer.apply_chat_template(messages[:i], tokenize=True, return_dict=False, add_generation_prompt=True)
+        for i in range(1, len(messages), 2)
+    ]
+    try:
+        row = RowBuilder(tokenizer, max_length=10_000)(messages)
+    except RowError as error:
+        assert error.reason == "boundary_in_token"
+        assert any(whole[: len(prompt)] != prompt for prompt in prompts)
+        return
     assert replies(tokenizer, row) == [reply + "<|im_end|>" for _, reply in turns]
-    assert not row.loss_mask.all()
+    assert [a for a, _ in runs(row.loss_mask)] == list(map(len, prompts))
+    assert all(whole[: len(prompt)] == prompt for prompt in prompts)
 
 
 @pytest.mark.parametrize("template", ["refuses system", "ignores system", "alternates"])
