@@ -1,0 +1,246 @@
+import json
+import os
+import signal
+
+import pytest
+import tiny_run
+import torch
+from safetensors.torch import load_file
+
+from draftwood.models.checkpoint import load_draft
+from draftwood.models.target import load_target
+from draftwood.train import loop
+from draftwood.train.checkpoints import Checkpoints
+from draftwood.train.features import FeatureError
+from draftwood.train.launch import main
+from draftwood.train.loop import ResumeError, Stopped, distill
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workshop")
+    tiny_run.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(workshop):
+    return load_target(str(workshop / "target"))
+
+
+@pytest.fixture
+def make_config(workshop, tmp_path):
+    """Configurations of runs in a folder of this test, on the workshop's target and rows."""
+    return lambda *overrides: tiny_run.config(workshop, f"output={tmp_path}", *overrides)
+
+
+def weights(path):
+    return load_file(path / "draft.safetensors")
+
+
+def last_checkpoint(config):
+    return Checkpoints(loop.Path(config.output) / config.name, 1).latest()
+
+
+def log_of(config, kind="train"):
+    lines = (loop.Path(config.output) / config.name / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def assert_same_weights(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def kill_after(monkeypatch, step, how):
+    """`how()` is called once optimizer step number `step` is taken."""
+    train_step = loop._train_step
+
+    def stepping(run, numbers, position, meter):
+        norm = train_step(run, numbers, position, meter)
+        if position.step + 1 == step:
+            how()
+        return norm
+
+    monkeypatch.setattr(loop, "_train_step", stepping)
+
+
+def test_a_run_learns_and_leaves_a_draft_that_loads(make_config, target):
+    config = make_config("loop.epochs=8", "loop.evaluate_every=12", "align.feature_noise=0.0")
+    best = distill(config, target)
+    draft = load_draft(best, target)
+    assert draft.draft_vocab is None
+    losses = [record["loss"] for record in log_of(config)]
+    assert len(losses) == 48
+    assert sum(losses[-6:]) < 0.9 * sum(losses[:6])
+    validations = log_of(config, "validation")
+    assert [record["step"] for record in validations] == [12, 24, 36, 48]
+    assert all(len(record["align"]) == 3 for record in validations)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("killed_at", [3, 6, 7])
+def test_killed_and_resumed_is_bit_for_bit_an_uninterrupted_run(make_config, target, monkeypatch, killed_at, optimizer):
+    """Killed before, at and after the end of an epoch, with a checkpoint every 2 steps."""
+    options = ["loop.save_every=2", f"optimizer.name={optimizer}", "loop.log_every=4"]
+    whole = make_config("name=whole", *options)
+    distill(whole, target)
+    killed = make_config("name=killed", *options)
+
+    def die():
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        kill_after(patch, killed_at, die)
+        with pytest.raises(MemoryError):
+            distill(killed, target)
+    assert last_checkpoint(killed).name == f"step-{(killed_at - 1) // 2 * 2:08d}"
+    torch.manual_seed(12345)
+    distill(killed, target)
+    assert_same_weights(weights(last_checkpoint(killed)), weights(last_checkpoint(whole)))
+    states = [torch.load(last_checkpoint(c) / "training.pt", weights_only=True) for c in (whole, killed)]
+    assert states[0]["position"] == states[1]["position"]
+    for kind in ("train", "validation"):
+        records = [[(r["step"], r["loss"], r["num_rows"]) for r in log_of(c, kind)] for c in (whole, killed)]
+        assert records[0] == records[1]
+
+
+def test_asked_to_stop_it_saves_and_the_same_command_goes_on(make_config, target, monkeypatch):
+    config = make_config()
+    with monkeypatch.context() as patch:
+        kill_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(Stopped, match="Run the same command"):
+            distill(config, target)
+    assert last_checkpoint(config).name == "step-00000004"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    distill(config, target)
+    assert [record["step"] for record in log_of(config)] == list(range(1, 13))
+
+
+def test_a_finished_run_started_again_trains_nothing(make_config, target, monkeypatch):
+    config = make_config()
+    best = distill(config, target)
+    before = weights(best)
+    monkeypatch.setattr(loop, "_train_step", None)
+    assert distill(config, target) == best
+    assert_same_weights(before, weights(best))
+
+
+def test_only_the_latest_checkpoints_and_the_best_draft_stay(make_config, target):
+    config = make_config("loop.save_every=2", "loop.keep=3", "loop.evaluate_every=1")
+    best = distill(config, target)
+    folder = best.parent
+    assert [path.name for path in (folder / "checkpoints").iterdir()] and sorted(
+        path.name for path in (folder / "checkpoints").iterdir()
+    ) == ["step-00000008", "step-00000010", "step-00000012"]
+    chosen = json.loads((best / "draft.json").read_text())["provenance"]
+    records = {record["step"]: record["acceptance_length"] for record in log_of(config, "validation")}
+    assert chosen["validation"]["acceptance_length"] == records[chosen["step"]] == max(records.values())
+
+
+def test_a_run_shorter_than_an_interval_still_saves_and_validates(make_config, target):
+    config = make_config("loop.max_steps=1", "loop.log_every=50")
+    assert (distill(config, target) / "draft.safetensors").exists()
+    assert last_checkpoint(config).name == "step-00000001"
+    assert [record["step"] for record in log_of(config)] == [1]
+
+
+def test_a_checkpoint_holds_the_draft_alone_and_how_it_came_about(make_config, target):
+    config = make_config("draft.draft_vocab_size=40", "loop.max_steps=2")
+    best = distill(config, target)
+    held = weights(last_checkpoint(config))
+    assert sum(t.numel() for name, t in held.items() if name != "draft_vocab") == sum(
+        p.numel() for p in load_draft(best, target).parameters()
+    )
+    assert all(t.shape != target.head_weight.shape for t in held.values())
+    provenance = json.loads((best / "draft.json").read_text())["provenance"]
+    assert provenance["config"] == config.model_dump(mode="json")
+    assert {"git", "versions", "argv", "time", "step", "validation"} <= provenance.keys()
+    assert provenance["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("optimizer.lr=0.5", "optimizer"),
+        ("seed=1", "seed"),
+        ("loop.epochs=3", "total_steps: 12 -> 18"),
+        ("loop.batch_size=3", "global_batch_size: 4 -> 3"),
+        ("loop.resume=false", "set loop.resume=true"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(make_config, target, workshop, change, message):
+    distill(make_config(), target)
+    changes = [change, f"data.folder={workshop}/other"] if change.startswith("seed") else [change]
+    if change.startswith("seed"):
+        changes.append(f"features.folder={workshop}/other-features")
+    with pytest.raises(ResumeError, match=message):
+        distill(make_config(*changes), target)
+
+
+def test_other_rows_in_a_shared_feature_folder_are_refused(make_config, target, tmp_path):
+    distill(make_config("loop.max_steps=1", f"features.folder={tmp_path}/shared"), target)
+    with pytest.raises(FeatureError, match="another rows"):
+        distill(make_config("name=b", f"features.folder={tmp_path}/shared", "data.train_tokens=100"), target)
+
+
+@pytest.mark.parametrize("options", [("features.source=online",), ("features.max_gb=0.00003",)])
+def test_where_features_come_from_changes_nothing_but_their_rounding(make_config, target, options):
+    losses = []
+    for name, extra in (("cached", ()), ("other", options)):
+        config = make_config(f"name={name}", *extra)
+        distill(config, target)
+        losses.append(torch.tensor([record["loss"] for record in log_of(config)]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=0)
+    assert not torch.equal(losses[0], losses[1])
+
+
+def test_accumulation_gives_the_losses_of_one_large_batch(make_config, target):
+    losses = []
+    for batch_size, accumulation in ((4, 1), (1, 4), (3, 2), (2, 2)):
+        config = make_config(
+            f"name=b{batch_size}", f"loop.batch_size={batch_size}", f"loop.gradient_accumulation={accumulation}"
+        )
+        distill(config, target)
+        if batch_size * accumulation == 4:
+            losses.append(torch.tensor([record["loss"] for record in log_of(config)]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)
+    torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=0)
+
+
+def test_a_run_goes_on_from_a_draft(make_config, target):
+    first = distill(make_config("name=first"), target)
+    config = make_config("name=second", f"draft.init_from={first}", "loop.max_steps=1", "optimizer.lr=1e-9")
+    second = distill(config, target)
+    for name, tensor in weights(first).items():
+        torch.testing.assert_close(weights(second)[name], tensor, atol=1e-7, rtol=0)
+
+
+def test_bf16_autocast_trains_float32_weights_close_to_float32_losses(make_config, target):
+    losses = []
+    for precision in ("none", "bf16"):
+        config = make_config(f"name={precision}", f"loop.mixed_precision={precision}")
+        distill(config, target)
+        losses.append(torch.tensor([record["loss"] for record in log_of(config)]))
+        assert all(t.dtype == torch.float32 for t in weights(last_checkpoint(config)).values())
+    torch.testing.assert_close(losses[0], losses[1], rtol=3e-2, atol=0)
+
+
+def test_wandb_works_offline_and_without_a_key(make_config, target, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    distill(make_config("loop.max_steps=1", "loop.tracker=wandb"), target)
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_any_work(make_config, target, monkeypatch):
+    monkeypatch.setattr("draftwood.train.setup.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        distill(make_config("loop.tracker=tensorboard"), target)
+
+
+def test_the_command_line_takes_overrides_and_prints_the_drafts_folder(workshop, tmp_path, capsys):
+    main([*tiny_run.overrides_for(workshop), f"output={tmp_path}", "loop.max_steps=1", "name=by-hand"])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "by-hand" / "best")
