@@ -128,10 +128,13 @@ def test_table_shows_every_part_and_the_sum(source, run):
     assert "in the source" in shown and " 24 " in shown
 
 
-def test_worker_processes_give_the_rows_of_one_process_and_no_fork_warning(clean, run, tmp_path, capfd, monkeypatch):
+def test_worker_processes_give_the_rows_of_one_process_and_no_fork_warning(
+    clean, run, tmp_path, chat_tokenizer, capfd, monkeypatch
+):
     monkeypatch.setattr("draftwood.train.parallel.WINDOW", 10)
     monkeypatch.setattr("draftwood.train.parallel.CHUNK", 3)
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    chat_tokenizer()(["a batch", "wakes the tokenizer's", "own threads"])
     alone, shared = run(clean, "alone"), run(clean, "shared", num_proc=2)
     assert alone == shared
     for split in ("train", "validation"):

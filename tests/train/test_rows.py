@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from draftwood.train.conversations import RowError
-from draftwood.train.rows import RowBuilder, supervised_rows
+from draftwood.train.rows import CHARS_PER_TOKEN, RowBuilder, supervised_rows
 from draftwood.train.turns import Message, TurnPolicy
 
 
@@ -216,6 +216,17 @@ def test_clipping_cuts_ids_and_mask_together_at_every_length(chat_tokenizer):
         assert row.input_ids.tolist() == whole.input_ids[:max_length].tolist()
         assert row.loss_mask.tolist() == whole.loss_mask[:max_length].tolist()
         assert row.changes == ({"clipped": 1} if max_length < len(whole.input_ids) else {})
+
+
+def test_long_tokens_do_not_make_a_clipped_row_too_short(chat_tokenizer):
+    tokenizer = chat_tokenizer("chatml")
+    messages = chat(*[" answering" * 30] * 20)
+    whole = RowBuilder(tokenizer, max_length=100_000)(messages)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert len(whole.input_ids) * CHARS_PER_TOKEN < len(text)
+    for max_length in (50, 90, 130):
+        row = RowBuilder(tokenizer, max_length=max_length)(messages)
+        assert row.input_ids.tolist() == whole.input_ids[:max_length].tolist()
 
 
 def test_text_far_beyond_the_clip_is_not_tokenised_and_changes_nothing(chat_tokenizer, monkeypatch):
