@@ -1,17 +1,11 @@
-"""Token trees: what a draft proposes and a target verifies.
-
-Node 0 is the root, the last emitted token, which is not yet in the target's state; a parent comes before its children.
-"""
+"""Static trees by name; the class itself is in `draftwood.models.tree`, where the target needs it."""
 
 import difflib
 import re
-from collections.abc import Sequence
-from functools import cached_property
 
-import torch
-from torch import Tensor
+from draftwood.models.tree import Tree
 
-from draftwood.kernels.tables import TreeTables
+__all__ = ["Tree", "tree_preset"]
 
 # Parents of the draft nodes. `stree` is the static tree of STree (arXiv 2505.14969): 3 nodes on each of 4 levels.
 # `eagle-25` is EAGLE-1's static tree: 4, 8, 8, 3 and 2 nodes on 5 levels, more where the draft's first choices are.
@@ -19,128 +13,6 @@ _PRESETS: dict[str, list[int]] = {
     "stree": [0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7],
     "eagle-25": [0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 5, 5, 5, 6, 6, 7, 7, 8, 13, 13, 13, 21, 21],
 }
-
-
-class Tree:
-    """One tree for all rows of a batch, or one per row.
-
-    Attributes:
-        parents: [R, n] int64, -1 for the root; R is 1 (shared) or the batch size. On the CPU, or on the device where
-            a draft grew the tree.
-        valid: [R, n] bool on the CPU, false on the padding of rows with fewer nodes. Padding hangs on the root, has no
-            children and is never on a path.
-    """
-
-    def __init__(self, parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None):
-        self.parents = parents
-        self.valid = torch.ones(parents.shape, dtype=torch.bool) if valid is None else valid
-        if max_depth is not None:  # known without asking the device; may be more than the true depth
-            self.__dict__["max_depth"] = max_depth
-        self._is_padded = valid is not None and not bool(valid.all())
-        self._tables: dict[torch.device, TreeTables] = {}
-        self._links: dict[torch.device, Tensor] = {}
-        self._limited: dict[int, Tree] = {}
-
-    @classmethod
-    def from_parents(cls, parents: Sequence[int] | Sequence[Sequence[int]]) -> "Tree":
-        """A tree from parent indices, or one tree per row from a list of them (shorter ones are padded).
-
-        Raises:
-            ValueError: the row and node at fault: no nodes, a root that is not node 0, or a parent that does not
-                come before its child.
-        """
-        nested = len(parents) > 0 and not isinstance(parents[0], int)
-        rows: list[list[int]] = [list(p) for p in parents] if nested else [list(parents)]  # type: ignore[arg-type]
-        for r, row in enumerate(rows):
-            where = f"tree of row {r}: " if nested else "tree: "
-            if not row or row[0] != -1:
-                raise ValueError(f"{where}node 0 is the root and has parent -1, got {row[:1]}")
-            for node, parent in enumerate(row[1:], 1):
-                if not 0 <= parent < node:
-                    raise ValueError(f"{where}node {node} has parent {parent}; expected a node from 0 to {node - 1}")
-        size = max(map(len, rows))
-        padded = [row + [0] * (size - len(row)) for row in rows]
-        valid = [[node < len(row) for node in range(size)] for row in rows]
-        return cls(torch.tensor(padded), torch.tensor(valid))
-
-    @classmethod
-    def chain(cls, num_drafts: int) -> "Tree":
-        """The root and `num_drafts` nodes below it, one under the other."""
-        return cls.from_parents(range(-1, num_drafts))
-
-    @property
-    def num_rows(self) -> int:
-        return self.parents.shape[0]
-
-    @property
-    def num_nodes(self) -> int:
-        return self.parents.shape[1]
-
-    @cached_property
-    def rows(self) -> list[list[int]]:
-        """Parent indices as plain lists, padding included."""
-        return self.parents.tolist()
-
-    @cached_property
-    def depth(self) -> Tensor:
-        """[R, n] int64 on the CPU, 0 for the root."""
-        depths = []
-        for row in self.rows:
-            row_depth = [0] * len(row)
-            for node, parent in enumerate(row[1:], 1):
-                row_depth[node] = row_depth[parent] + 1
-            depths.append(row_depth)
-        return torch.tensor(depths)
-
-    @cached_property
-    def max_depth(self) -> int:
-        return int(self.depth.max())
-
-    def tables(self, device: torch.device | str = "cpu") -> TreeTables:
-        """Index tables on `device`, made once per tree."""
-        device = torch.device(device)
-        if device not in self._tables:
-            self._tables[device] = TreeTables.from_parents(self.parents.to(device), self.max_depth)
-        return self._tables[device]
-
-    def links(self, device: torch.device | str = "cpu") -> Tensor:
-        """[R, n] int64: `parents` on `device`, with -2 on padding, so that a padding node is nobody's child."""
-        device = torch.device(device)
-        if device not in self._links:
-            links = self.parents.to(device)
-            self._links[device] = links.masked_fill(~self.valid.to(device), -2) if self._is_padded else links
-        return self._links[device]
-
-    def children(self, row: int = 0) -> list[list[int]]:
-        """For each node its children, in node order; padding is left out."""
-        below: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        r = row if self.num_rows > 1 else 0
-        for node, parent in enumerate(self.rows[r]):
-            if parent >= 0 and self.valid[r, node]:
-                below[parent].append(node)
-        return below
-
-    def path(self, node: int, row: int = 0) -> list[int]:
-        """Nodes from the root down to `node`, both included."""
-        parents = self.rows[row if self.num_rows > 1 else 0]
-        path = [node]
-        while parents[path[-1]] >= 0:
-            path.append(parents[path[-1]])
-        return path[::-1]
-
-    def limited(self, max_depth: int) -> "Tree":
-        """The tree without the nodes below `max_depth`; itself where there are none. For a tree shared by all rows."""
-        if max_depth >= self.max_depth:
-            return self
-        if max_depth not in self._limited:
-            (row,), (depth,) = self.rows, self.depth.tolist()
-            kept = [node for node in range(len(row)) if depth[node] <= max_depth]
-            place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-            self._limited[max_depth] = Tree.from_parents([place[row[node]] for node in kept])
-        return self._limited[max_depth]
-
-    def __repr__(self) -> str:
-        return f"Tree({self.num_rows} x {self.num_nodes} nodes, depth {self.max_depth})"
 
 
 def tree_preset(name: str) -> Tree:

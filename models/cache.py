@@ -45,10 +45,19 @@ class KeyValueBuffer:
         # Half as much again: a growing sequence is copied a logarithmic number of times.
         capacity = max(end + 64, end * 3 // 2)
         batch, heads, _, width = like.shape
-        grown = like.new_empty(batch, heads, capacity, width)
+        # zeros: columns beyond a row's length are masked, but 0 * NaN of uninitialised memory would still be NaN
+        grown = like.new_zeros(batch, heads, capacity, width)
         if buffer is not None:
             grown[:, :, :start] = buffer[:, :, :start]
         return grown
+
+    def resize(self, used: int, capacity: int) -> None:
+        """Keeps the first `used` columns, in buffers of `capacity`; the others are zero."""
+        assert self.keys is not None and self.values is not None, "resize before any write"
+        for name, old in (("keys", self.keys), ("values", self.values)):
+            new = old.new_zeros(old.shape[0], old.shape[1], capacity, old.shape[3])
+            new[:, :, :used] = old[:, :, :used]
+            setattr(self, name, new)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copies column source[b, k] to destination[b, k], both [B, K] int64, for every row b."""
@@ -67,7 +76,10 @@ class KeyValueBuffer:
 
 
 class _AttentionPart(CacheLayerMixin):
-    """A layer with keys and values; `length` columns are committed (in a ragged batch: in the longest row)."""
+    """A layer with keys and values; the nodes of a tree, and new tokens outside one, are written from `start` on.
+
+    `start` is the number of committed columns, of the longest row in a ragged batch, unless the state has fixed shapes.
+    """
 
     is_compileable = False
     is_sliding = False
@@ -75,23 +87,23 @@ class _AttentionPart(CacheLayerMixin):
     def __init__(self) -> None:
         CacheLayerMixin.__init__(self)
         self.buffer = KeyValueBuffer()
-        self.length = 0
+        self.start = 0
         self.is_tree_active = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the buffer takes its shape from the first write."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        views = self.buffer.write(key_states, value_states, self.length)
+        views = self.buffer.write(key_states, value_states, self.start)
         if not self.is_tree_active:
-            self.length += key_states.shape[2]
+            self.start += key_states.shape[2]
         return views
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self.start
 
     def get_max_length(self) -> int:
         return -1
@@ -138,7 +150,6 @@ class _RecurrentPart(LinearAttentionLayer):
             self.window.copy_(tree_conv_commit(self.window, self.conv_inputs, tables, nodes))
         if self.replay is not None:
             self.state.copy_(self.replay.advance(self.state, tables, nodes))
-        self.conv_inputs = self.replay = None
 
 
 class AttentionLayer(_AttentionPart):
@@ -211,19 +222,28 @@ class DecodeCache(Cache):
             kept += layer.buffer.keys.shape[0] * layer.buffer.column_bytes() * num_nodes
         return kept
 
-    def commit(self, tables: TreeTables, nodes: Tensor, columns: tuple[Tensor, Tensor] | None, length: int) -> None:
+    def fix_shapes(self, start: int, max_nodes: int) -> None:
+        """From now on trees are written at column `start`, into buffers of start + max_nodes columns that stay."""
+        for layer in self.attention_layers:
+            layer.buffer.resize(layer.start, start + max_nodes)
+            layer.start = start
+
+    def set_start(self, start: int) -> None:
+        """Where the next tree is written."""
+        for layer in self.attention_layers:
+            layer.start = start
+
+    def commit(self, tables: TreeTables, nodes: Tensor, columns: tuple[Tensor, Tensor] | None) -> None:
         """Makes the accepted path part of the state.
 
         Args:
             tables: of the verified tree.
             nodes: [B] int64, the last accepted node of each row, -1 where the row does not advance.
             columns: (source, destination) [B, K] int64 key/value columns to move; None where all are in place.
-            length: committed columns of the longest row from now on.
         """
-        for layer in self.attention_layers:
-            if columns is not None:
+        if columns is not None:
+            for layer in self.attention_layers:
                 layer.buffer.move(*columns)
-            layer.length = length
         for layer in self.recurrent_layers:
             layer.commit(tables, nodes)
 
@@ -249,15 +269,12 @@ def merge_rows(parts: list[tuple[list[int], DecodeCache]], config: PreTrainedCon
     for index, layer in enumerate(merged.layers):
         sources = [(torch.tensor(rows), cache.layers[index]) for rows, cache in parts]
         if isinstance(layer, _AttentionPart):
-            layer.length = max(source.length for _, source in sources)
+            layer.start = max(source.start for _, source in sources)
             for name in ("keys", "values"):
                 first = getattr(sources[0][1].buffer, name)
-                # zeros: unused columns are masked, but 0 * NaN of uninitialised memory would still be NaN
-                whole = first.new_zeros(batch, first.shape[1], layer.length + 64, first.shape[3])
+                whole = first.new_zeros(batch, first.shape[1], layer.start + 64, first.shape[3])
                 for rows, source in sources:
-                    whole[rows.to(whole.device), :, : source.length] = getattr(source.buffer, name)[
-                        :, :, : source.length
-                    ]
+                    whole[rows.to(whole.device), :, : source.start] = getattr(source.buffer, name)[:, :, : source.start]
                 setattr(layer.buffer, name, whole)
         if isinstance(layer, _RecurrentPart):
             for name in ("conv_states", "recurrent_states"):

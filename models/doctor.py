@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwood.kernels.tables import TreeTables
 from draftwood.models import gates
 from draftwood.models.families import layer_types
 from draftwood.models.target import Target
+from draftwood.models.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,15 @@ class Diagnosis:
         return {"healthy": self.is_healthy, "facts": self.facts, "findings": [asdict(f) for f in self.findings]}
 
 
-class _ProbeTree:
-    """Two branches under the root, one of them two deep: the smallest tree that a flattened scan gets wrong."""
-
-    parents = (-1, 0, 0, 1, 2)
-    num_rows, num_nodes = 1, len(parents)
-    rows = (parents,)
-    valid = torch.ones(1, num_nodes, dtype=torch.bool)
-    paths = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))
-
-    def tables(self, device: torch.device | str = "cpu") -> TreeTables:
-        return TreeTables.from_parents(torch.tensor([self.parents], device=device))
+# Two branches under the root, each two deep: the smallest tree that a flattened scan gets wrong.
+_TREE = Tree.from_parents([-1, 0, 0, 1, 2])
 
 
 def diagnose(target: Target) -> Diagnosis:
     """Facts and checks of a target made without its gates, so that a sick one can be looked at too."""
     ids = gates.probe_ids(target, 12)
-    tree = _ProbeTree()
     state = target.prefill(ids[:, :7])
-    target.verify(state, ids[:, 7:], tree)  # type: ignore[arg-type]
+    target.verify(state, ids[:, 7:], _TREE)
     fixed, per_token = state.cache.state_bytes()
     weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
     diagnosis = Diagnosis(
@@ -73,7 +63,7 @@ def diagnose(target: Target) -> Diagnosis:
             "weights_bytes": weights,
             "state_bytes_per_row": fixed,
             "kv_bytes_per_token": per_token,
-            "kept_bytes_per_node": state.cache.kept_bytes(tree.num_nodes) // tree.num_nodes,
+            "kept_bytes_per_node": state.cache.kept_bytes(_TREE.num_nodes) // _TREE.num_nodes,
             "state_per_node_bytes": fixed + per_token,
         }
     )
@@ -111,21 +101,21 @@ def _check_padded_batch(target: Target) -> float:
 
 @torch.no_grad()
 def _check_tree(target: Target) -> float:
-    ids, tree = gates.probe_ids(target, 12), _ProbeTree()
+    ids = gates.probe_ids(target, 12)
     state = target.prefill(ids[:, :7])
-    got = target.verify(state, ids[:, 7:], tree).features  # type: ignore[arg-type]
-    rows = [torch.cat([ids[:, :7], ids[:, 7:][:, list(path)]], 1) for path in tree.paths]
+    got = target.verify(state, ids[:, 7:], _TREE).features
+    rows = [torch.cat([ids[:, :7], ids[:, 7:][:, _TREE.path(node)]], 1) for node in range(_TREE.num_nodes)]
     want = torch.stack([target.features(row)[:, -1] for row in rows], 1)
     return _bounded(target, got, want, "tree features against plain forwards")
 
 
 @torch.no_grad()
 def _check_commit(target: Target) -> float:
-    ids, tree = gates.probe_ids(target, 12), _ProbeTree()
+    ids = gates.probe_ids(target, 12)
     state = target.prefill(ids[:, :7])
-    target.verify(state, ids[:, 7:], tree)  # type: ignore[arg-type]
-    target.commit(state, [tree.paths[-1]])
-    fresh = target.prefill(torch.cat([ids[:, :7], ids[:, 7:][:, list(tree.paths[-1])]], 1))
+    target.verify(state, ids[:, 7:], _TREE)
+    target.commit(state, [_TREE.path(4)])
+    fresh = target.prefill(torch.cat([ids[:, :7], ids[:, 7:][:, _TREE.path(4)]], 1))
     worst = 0.0
     for got, want in zip(state.cache.recurrent_layers, fresh.cache.recurrent_layers, strict=True):
         worst = max(worst, _bounded(target, got.window, want.window, "conv window"))

@@ -1,8 +1,9 @@
 """The seam to transformers: the functions its mixers call, replaced by tree operators while a tree is active.
 
-Every mixer of transformers calls module-level functions: `causal_conv1d_fn`, and a scan such as `mamba2_chunk_scan`.
-Each is wrapped once per modeling module. The wrapper calls the original unless a tree forward is running in this context, so
-prefill, training and `generate` of the same model are untouched, and so are other threads.
+Every mixer of transformers calls module-level functions, `causal_conv1d_fn` and a scan such as `mamba2_chunk_scan`, and
+every attention layer looks its function up by name. Each is wrapped once. The wrapper calls the original unless a tree
+forward is running in this context, so prefill, training and `generate` of the same model are untouched, and so is any
+other thread.
 """
 
 import functools
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftwood.kernels.tables import TreeTables
+from draftwood.kernels.tree_attention import tree_attention
 from draftwood.kernels.tree_conv import tree_conv
 from draftwood.kernels.tree_delta import tree_delta
 from draftwood.kernels.tree_scan import tree_scan
@@ -31,6 +34,7 @@ class TreeForward:
 
     tables: TreeTables
     valid: Tensor | None  # [B, N] bool, None where no node is padding
+    lengths: Tensor  # [B] int64, committed tokens
     cache: DecodeCache
     operators: Mapping[str, Operator]  # what runs in place of each transformers function
 
@@ -65,6 +69,13 @@ def install(module: ModuleType, names: tuple[str, ...]) -> None:
             )
         if not hasattr(original, "without_tree"):
             setattr(module, name, _wrap(original, name))
+
+
+def install_attention() -> None:
+    """Wraps transformers' SDPA attention, which all its models look up by name, in the same way."""
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not hasattr(original, "without_tree"):
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", _wrap(original, "sdpa"))
 
 
 def _wrap(original: Operator, name: str) -> Operator:
@@ -174,7 +185,34 @@ def _selective_scan(
     )
 
 
+def _attention(
+    forward: TreeForward,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    # key and value [B, Hkv, L + N, Dh] are views of the cache's buffer; so are their two parts
+    prefix = key.shape[2] - query.shape[2]
+    out = tree_attention(
+        query,
+        key[:, :, :prefix],
+        value[:, :, :prefix],
+        key[:, :, prefix:],
+        value[:, :, prefix:],
+        forward.lengths,
+        forward.tables,
+        scale=scaling,
+        valid=forward.valid,
+    )
+    return out.transpose(1, 2), None
+
+
 OPERATORS: Mapping[str, Operator] = {
+    "sdpa": _attention,
     "causal_conv1d_fn": _conv,
     "mamba2_chunk_scan": _ssd_scan,
     "torch_chunk_gated_delta_rule": _delta_rule,

@@ -6,6 +6,7 @@ transformers does the modelling. A tree forward is its own forward over all node
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from draftwood.kernels.tables import TreeTables
 from draftwood.models import assets, gates, seam
 from draftwood.models.cache import DecodeCache, merge_rows
 from draftwood.models.families import family_of, modeling_module
-from draftwood.models.state import DecodeState, TokenTree, accepted_columns, check_paths
+from draftwood.models.state import DecodeState, accepted_columns, attention_mask, check_paths
+from draftwood.models.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class Target:
         if self.family.prepare is not None:
             self.family.prepare(model)
         self.model = model.eval().requires_grad_(False)
+        seam.install_attention()
+        attention = model.config.get_text_config()._attn_implementation
+        if self.family.has_attention and attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"attention implementation '{attention}' takes no tree mask; load the model with "
+                "attn_implementation='sdpa' ('eager' works too, slowly)"
+            )
+        self._takes_mask = self.family.has_attention and attention == "eager"
         self.operators = seam.OPERATORS
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path or model.config.model_type
@@ -172,12 +182,12 @@ class Target:
         batch, length = ids.shape
         empty = ids.new_empty(0)
         state = DecodeState(cache, [start] * batch, empty, empty)
-        hidden = self.verify(state, ids, _Chain(length)).features
+        hidden = self.verify(state, ids, Tree.chain(length - 1)).features
         self.commit(state, [range(length)] * batch)
         return hidden
 
     @torch.no_grad()
-    def verify(self, state: DecodeState, tokens: Tensor, tree: TokenTree) -> VerifyOutput:
+    def verify(self, state: DecodeState, tokens: Tensor, tree: Tree) -> VerifyOutput:
         """Logits and features of every node of `tree` in one forward; `state` stays as it is.
 
         Args:
@@ -194,13 +204,41 @@ class Target:
                 f"{list(tokens.shape)} and a tree of {tree.num_rows} rows"
             )
         tables = tree.tables(self.device)
-        valid = None if bool(tree.valid.all()) else tree.valid.to(self.device).expand(state.batch_size, -1)
-        with seam.tree_forward(seam.TreeForward(tables, valid, state.cache, self.operators)):
-            mask = state.attention_mask(tables, valid, self.dtype) if self.family.has_attention else None
-            positions = state.positions(tables, self.device)
-            hidden = self._forward(tokens.to(self.device), state.cache, positions, mask)
+        state.check_room(tables.max_depth + 1)
+        valid = None if not tree.is_padded else tree.valid.to(self.device).expand(state.batch_size, -1)
+        lengths = state.device_lengths(self.device)
+        out = self.verify_on_device(state.cache, state.start, lengths, tokens.to(self.device), tables, valid)
         state.pending = tree
+        return out
+
+    def verify_on_device(
+        self,
+        cache: DecodeCache,
+        start: int,
+        lengths: Tensor,
+        tokens: Tensor,
+        tables: TreeTables,
+        valid: Tensor | None,
+    ) -> VerifyOutput:
+        """The part of `verify` that only issues device work; what a graph captures.
+
+        Args:
+            start: key/value column of the root; lengths: [B] int64 committed tokens.
+            tokens: [B, n] int64; valid: [B, n] bool, None where no node is padding.
+        """
+        with seam.tree_forward(seam.TreeForward(tables, valid, lengths, cache, self.operators)):
+            mask = None
+            if self.family.has_attention:
+                # SDPA attention is replaced and reads no mask, but transformers would build one if it got none
+                mask = self._no_mask
+                if self._takes_mask:
+                    mask = attention_mask(lengths, start, tables, valid, self.dtype)
+            hidden = self._forward(tokens, cache, lengths[:, None] + tables.depth, mask)
         return VerifyOutput(self.head(hidden), hidden)
+
+    @cached_property
+    def _no_mask(self) -> Tensor:
+        return torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def commit(self, state: DecodeState, paths: Sequence[Sequence[int]]) -> None:
@@ -218,12 +256,11 @@ class Target:
         tree = state.pending
         check_paths(paths, tree, state.batch_size)
         nodes = torch.tensor([path[-1] if path else -1 for path in paths], device=self.device)
-        columns = accepted_columns(paths, state.lengths, state.width)
+        columns = accepted_columns(paths, state.lengths, state.start)
         if columns is not None:
             columns = (columns[0].to(self.device), columns[1].to(self.device))
-        state.lengths = [length + len(path) for length, path in zip(state.lengths, paths, strict=True)]
-        state.cache.commit(tree.tables(self.device), nodes, columns, state.width)
-        state.pending = None
+        state.cache.commit(tree.tables(self.device), nodes, columns)
+        state.advance([len(path) for path in paths])
 
     @torch.no_grad()
     def step(self, state: DecodeState, tokens: Tensor) -> VerifyOutput:
@@ -232,14 +269,13 @@ class Target:
         Equal to a verify of the root alone and its commit, by transformers' own one-token path where all rows have
         one length.
         """
-        if state.is_ragged:
-            out = self.verify(state, tokens[:, None], _Chain(1))
+        if state.is_ragged or state.capacity is not None:
+            out = self.verify(state, tokens[:, None], Tree.chain(0))
             self.commit(state, [[0]] * state.batch_size)
             return out
         position = torch.tensor([state.width], device=self.device)
         hidden = self._forward(tokens[:, None].to(self.device), state.cache, position)
-        state.lengths = [length + 1 for length in state.lengths]
-        state.pending = None
+        state.advance([1] * state.batch_size)
         return VerifyOutput(self.head(hidden), hidden)
 
     def _forward(self, ids: Tensor, cache: DecodeCache, positions: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -249,20 +285,6 @@ class Target:
             inputs = {}
         out = self._backbone(input_ids=ids, cache=cache, use_cache=True, attention_mask=mask, **inputs)
         return out.last_hidden_state.to(self.dtype)  # Mamba2 keeps its residual, and so this, in float32
-
-
-class _Chain:
-    """The tree in which every node hangs on the one before it."""
-
-    num_rows = 1
-
-    def __init__(self, num_nodes: int):
-        self.num_nodes = num_nodes
-        self.rows = [list(range(-1, num_nodes - 1))]
-        self.valid = torch.ones(1, num_nodes, dtype=torch.bool)
-
-    def tables(self, device: torch.device | str = "cpu") -> TreeTables:
-        return TreeTables.from_parents(torch.tensor(self.rows, device=device), self.num_nodes - 1)
 
 
 def load_target(
