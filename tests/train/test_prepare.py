@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import random
 from pathlib import Path
 
@@ -140,6 +141,7 @@ def test_worker_processes_give_the_rows_of_one_process_and_no_fork_warning(
     for split in ("train", "validation"):
         assert load_rows(tmp_path / "alone", split).to_list() == load_rows(tmp_path / "shared", split).to_list()
     assert "fork" not in capfd.readouterr().err
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_split_follows_the_conversation_not_its_place_in_the_file(clean, run, tmp_path):

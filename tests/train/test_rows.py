@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from draftwood.train.conversations import RowError
-from draftwood.train.rows import CHARS_PER_TOKEN, RowBuilder, supervised_rows
+from draftwood.train.rows import RowBuilder, supervised_rows
 from draftwood.train.turns import Message, TurnPolicy
 
 
@@ -218,13 +218,12 @@ def test_clipping_cuts_ids_and_mask_together_at_every_length(chat_tokenizer):
         assert row.changes == ({"clipped": 1} if max_length < len(whole.input_ids) else {})
 
 
-def test_long_tokens_do_not_make_a_clipped_row_too_short(chat_tokenizer):
+def test_a_guess_of_too_few_characters_does_not_make_a_clipped_row_too_short(chat_tokenizer, monkeypatch):
+    monkeypatch.setattr("draftwood.train.rows.CHARS_PER_TOKEN", 1)
     tokenizer = chat_tokenizer("chatml")
-    messages = chat(*[" answering" * 30] * 20)
+    messages = chat(*["the answer is an answering answer"] * 40)
     whole = RowBuilder(tokenizer, max_length=100_000)(messages)
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert len(whole.input_ids) * CHARS_PER_TOKEN < len(text)
-    for max_length in (50, 90, 130):
+    for max_length in range(40, 200, 7):
         row = RowBuilder(tokenizer, max_length=max_length)(messages)
         assert row.input_ids.tolist() == whole.input_ids[:max_length].tolist()
 
