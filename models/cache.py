@@ -5,6 +5,7 @@ written: keys and values of the nodes go behind the committed columns, and a rec
 needs (the inputs of the conv and of the scan, no state per node).
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -259,6 +260,30 @@ def _layer_like(layer: Any) -> Any:
     return AttentionLayer() if attention else layer
 
 
+def select_row(cache: DecodeCache, row: int, config: PreTrainedConfig) -> DecodeCache:
+    """A cache of that row alone, a copy."""
+    selected = DecodeCache(config)
+    for layer, source in zip(selected.layers, cache.layers, strict=True):
+        if isinstance(layer, _AttentionPart):
+            layer.start = source.start
+            for name in ("keys", "values"):
+                setattr(layer.buffer, name, getattr(source.buffer, name)[row : row + 1].clone())
+        if isinstance(layer, _RecurrentPart):
+            _copy_states(layer, source, lambda state: state[row : row + 1].clone())
+    return selected
+
+
+def _copy_states(layer: _RecurrentPart, source: _RecurrentPart, change: Callable[[Tensor], Tensor]) -> None:
+    for name in ("conv_states", "recurrent_states"):
+        state = getattr(source, name)[0]
+        if state is not None:
+            getattr(layer, name)[0] = change(state)
+    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+        getattr(layer, name)[0] = getattr(source, name)[0]
+    layer.conv_kernel_size[0] = source.conv_kernel_size[0]
+    layer.dtype, layer.device = source.dtype, source.device
+
+
 def merge_rows(parts: list[tuple[list[int], DecodeCache]], config: PreTrainedConfig) -> DecodeCache:
     """One cache from several whose rows were prefilled apart; each part comes with the batch rows it holds.
 
@@ -277,16 +302,10 @@ def merge_rows(parts: list[tuple[list[int], DecodeCache]], config: PreTrainedCon
                     whole[rows.to(whole.device), :, : source.start] = getattr(source.buffer, name)[:, :, : source.start]
                 setattr(layer.buffer, name, whole)
         if isinstance(layer, _RecurrentPart):
+            _copy_states(layer, sources[0][1], lambda state: state.new_zeros(batch, *state.shape[1:]))
             for name in ("conv_states", "recurrent_states"):
-                first = getattr(sources[0][1], name)[0]
-                if first is None:
-                    continue
-                whole = first.new_zeros(batch, *first.shape[1:])
-                for rows, source in sources:
-                    whole[rows.to(whole.device)] = getattr(source, name)[0]
-                getattr(layer, name)[0] = whole
-            for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
-                getattr(layer, name)[0] = getattr(sources[0][1], name)[0]
-            layer.conv_kernel_size[0] = sources[0][1].conv_kernel_size[0]
-            layer.dtype, layer.device = sources[0][1].dtype, sources[0][1].device
+                whole = getattr(layer, name)[0]
+                if whole is not None:
+                    for rows, source in sources:
+                        whole[rows.to(whole.device)] = getattr(source, name)[0]
     return merged

@@ -56,7 +56,7 @@ class GraphStep:
         nodes, depth = tree.num_nodes, tree.max_depth
         if nodes > self.max_nodes or depth > self.max_depth:
             raise ValueError(
-                f"the step was captured for {self.max_nodes} nodes and depth {self.max_depth}, the tree has {nodes} and "
+                f"the step was made for {self.max_nodes} nodes and depth {self.max_depth}, the tree has {nodes} and "
                 f"{depth}"
             )
         self.state.check_room(depth + 1)
