@@ -75,10 +75,10 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(path: Path, draft: EagleDraft, device: torch.device) -> dict[str, Any]:
-    """Puts the weights of checkpoint `path` into `draft` and returns the training state saved with them."""
+def load_state(path: Path, draft: EagleDraft) -> dict[str, Any]:
+    """Puts the weights of checkpoint `path` into `draft` and returns the training state saved with them, on the CPU."""
     draft.load_state_dict(load_file(path / "draft.safetensors"))
-    return torch.load(path / _STATE, map_location=device, weights_only=True)
+    return torch.load(path / _STATE, map_location="cpu", weights_only=True)
 
 
 def random_state() -> dict[str, Any]:

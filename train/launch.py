@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,8 +16,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", help="a shipped recipe's name or a YAML file; all defaults without it")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     parsed = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    is_first = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
-        print(distill(load_config(parsed.config, parsed.overrides)))
+        best = distill(load_config(parsed.config, parsed.overrides))
     except Stopped as stop:
-        print(stop, file=sys.stderr)
+        if is_first:
+            print(stop, file=sys.stderr)
+    else:
+        if is_first:
+            print(best)

@@ -170,7 +170,7 @@ def _resume(run: Run, meter: Meter) -> Position:
     if latest is not None:
         if not run.config.loop.resume:
             raise ResumeError(f"{run.folder} holds {latest.name}; set loop.resume=true, another name, or delete it")
-        state = load_state(latest, run.module.draft, run.accelerator.device)
+        state = load_state(latest, run.module.draft)
         changed = sorted(key for key in run.identity if state["identity"].get(key) != run.identity[key])
         if changed:
             details = "; ".join(f"{key}: {state['identity'].get(key)} -> {run.identity[key]}" for key in changed)

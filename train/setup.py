@@ -84,7 +84,7 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
         mixed_precision="no",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=_PATIENCE),
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
     if accelerator.distributed_type not in _DATA_PARALLEL:
@@ -161,7 +161,7 @@ def load_splits(
                 )
             left -= cache.num_tokens * cache.bytes_per_token / 1e9
             if accelerator.is_main_process:
-                console.print(cache.describe(), highlight=False)
+                console.print(cache.describe(), highlight=False, soft_wrap=True)
             cache.fill(
                 source,
                 config.features.tokens_per_batch,

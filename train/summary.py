@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def describe(run: "Run", step: int) -> list[tuple[str, str]]:
     processes = run.accelerator.num_processes
     frozen = _millions(sum(p.numel() for p in target.model.parameters()))
     optimizer = config.optimizer
+    threads = f", {torch.get_num_threads()} CPU threads each" if run.accelerator.device.type == "cpu" else ""
     rates = (
         f"muon {optimizer.muon_lr} on matrices, adamw {optimizer.lr}" if optimizer.name == "muon" else f"{optimizer.lr}"
     )
@@ -41,7 +43,7 @@ def describe(run: "Run", step: int) -> list[tuple[str, str]]:
         ("rows", f"{len(run.train.rows):,} of {run.train.sizes.lengths.sum():,} tokens, "
                  f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
         ("batch", f"{run.global_batch_size} rows = {config.loop.batch_size} x {processes} processes x "
-                  f"{config.loop.gradient_accumulation} accumulated"),
+                  f"{config.loop.gradient_accumulation} accumulated{threads}"),
         ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {config.align.steps} align steps each"),
         ("optimizer", f"{optimizer.name}, lr {rates}, {optimizer.schedule}; {config.loop.mixed_precision} autocast"),
         ("memory", f"about {training_bytes(run) / GB:.1f} GB per process beside the target"),

@@ -91,6 +91,7 @@ class MetricsLog:
             f"{kind:>10} step {step:>6}  loss {metrics.loss:.4f}  acceptance {metrics.acceptance_length:.3f}  "
             f"top-1/top-3 {hits}{rate}",
             highlight=False,
+            soft_wrap=True,
         )
         if self._config.loop.tracker != "none":
             self._accelerator.log(metrics.flat(kind) | {f"{kind}/{k}": v for k, v in facts.items()}, step=step)

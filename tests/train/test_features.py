@@ -69,9 +69,7 @@ def test_cached_features_are_the_computed_ones_in_bfloat16(tmp_path, target, row
         )
 
 
-def test_rows_beyond_the_budget_are_computed_and_a_larger_budget_keeps_what_is_there(
-    tmp_path, target, rows, monkeypatch
-):
+def test_rows_beyond_the_budget_are_computed_and_a_larger_budget_keeps_what_is_there(tmp_path, target, rows):
     token = (2 * 32 + 8) / 1e9
     small = cache_in(tmp_path, target, rows, max_gb=60 * token)
     assert 0 < small.num_rows < len(rows)
