@@ -233,18 +233,14 @@ class _Decoding:
 
     def _room(self) -> int:
         """Levels of drafts that the draft has positions for; drops it, with a notice, when there are none."""
-        if self.proposer is None or self.proposer.max_length is None or not self.active:
+        bound = None if self.proposer is None else self.proposer.max_length
+        if bound is None or not self.active:
             return self.max_new_tokens
         context = max(self.state.lengths[b] for b in self.active)
-        if context >= self.proposer.max_length:
-            logger.warning(
-                "the context, %d tokens, has passed the draft's %d: going on without drafts",
-                context,
-                self.proposer.max_length,
-            )
+        if context >= bound:
+            logger.warning("the context, %d tokens, has passed the draft's %d: going on without drafts", context, bound)
             self.proposer = None
-            return 0
-        return self.proposer.max_length - context
+        return max(bound - context, 0)
 
 
 def _compact(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> Tensor:

@@ -62,7 +62,8 @@ def read_prompts(
         ValueError: the line at fault and what was expected, or nothing left.
     """
     path = Path(path)
-    prompts, too_long = [], 0
+    prompts: list[Prompt] = []
+    too_long = 0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -89,7 +90,8 @@ def prompts_from_rows(
     Raises:
         ValueError: nothing left.
     """
-    prompts, too_long = [], 0
+    prompts: list[Prompt] = []
+    too_long = 0
     for number, row in enumerate(rows):
         if limit is not None and len(prompts) == limit:
             break

@@ -46,7 +46,9 @@ def generate(
     from draftwood.decode.console import answer
 
     models = _load(target, draft, tree, dtype, device)
-    settings = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    settings: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
     text = sys.stdin.read() if prompt == "-" else prompt
     _, summary = answer(*models, text, _write, tree=tree, **settings)
     typer.echo()
@@ -84,18 +86,17 @@ def evaluate(
     sets = [_prompt_set(source, models[0].tokenizer, num_prompts, max_prompt_tokens) for source in prompts]
     if len({s.name for s in sets}) < len(sets):
         raise ValueError(f"--prompts: two of {', '.join(s.name for s in sets)} have one name, and so one report")
-    settings = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    settings: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
     for prompt_set in sets:
-        with Console(stderr=True).status(f"{prompt_set.name}: {len(prompt_set.prompts)} prompts") as status:
-            report = run(
-                *models,
-                prompt_set,
-                tree=tree,
-                baseline=baseline,
-                repeats=repeats,
-                on_prompt=lambda done, total, name=prompt_set.name: status.update(f"{name}: {done} of {total}"),
-                **settings,
-            )
+        name = prompt_set.name
+        with Console(stderr=True).status(f"{name}: {len(prompt_set.prompts)} prompts") as status:
+
+            def show(done: int, total: int, name: str = name, status: Any = status) -> None:
+                status.update(f"{name}: {done} of {total}")
+
+            report = run(*models, prompt_set, tree=tree, baseline=baseline, repeats=repeats, on_prompt=show, **settings)
         Console().print(report.table())
         typer.echo(f"{report.save(out)}", err=True)
 

@@ -42,7 +42,7 @@ def rerank(parents: Tensor, scores: Tensor, budget: int, levels: int) -> tuple[T
     """The `budget` best candidates as one tree per row.
 
     A child's score is at most its parent's, and the sort is stable with parents before children, so of two equal scores
-    the parent's is taken first: no node is kept whose parent is not.
+    the parent's comes first: no node is kept whose parent is not, and the kept ones are in topological order.
 
     Args:
         parents: [B, c] int64, the candidate that is the parent, before its child; -1 for the root.
@@ -53,7 +53,7 @@ def rerank(parents: Tensor, scores: Tensor, budget: int, levels: int) -> tuple[T
     Returns:
         The tree and [B, n-1] int64, the candidates at its nodes below the root.
     """
-    kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, :budget].sort(dim=-1).values
+    kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, :budget]
     # Places shifted by one, so that parent -1 looks up the root, node 0.
     place = torch.zeros(parents.shape[0], parents.shape[1] + 1, dtype=torch.int64, device=parents.device)
     place.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept))

@@ -140,6 +140,13 @@ def test_greedy_acceptance_of_a_batch_of_trees_equals_walking_each_by_hand():
     assert len(kept.paths[40]) == 9 and {len(path) for path in kept.paths} >= {1, 2, 3}
 
 
+def test_a_row_that_has_ended_is_not_taken_up_again_by_a_later_draw():
+    draws = iter([[9, 1], [1, 2], [1, 9]])  # of the second row every draw but the last is a child
+    tokens = torch.tensor([[0, 1, 2], [0, 1, 2]])
+    kept = accept(tokens, Tree.chain(2), lambda node: torch.tensor(next(draws)))
+    assert kept.paths == [[0], [0, 1, 2]] and kept.emitted == [[9], [1, 2, 9]] and kept.missed == [True, False]
+
+
 @pytest.mark.parametrize(
     "settings, name",
     [
