@@ -20,9 +20,9 @@ def drafting(request, targets, tiny):
     vocab = None if request.param is None else torch.randperm(tiny.VOCAB)[: request.param]
     draft = dw.EagleDraft.from_target(target, draft_vocab=vocab).eval()
     with torch.no_grad():
-        for parameter in draft.parameters():
+        for name, parameter in draft.named_parameters():
             if parameter.ndim == 2:
-                parameter.mul_(2)
+                parameter.mul_(4 if "attn" in name else 2)  # what a node attends to must show in its choices
     ids = tiny.prompt_ids((2, max(LENGTHS)), seed=5)
     features = torch.randn(2, max(LENGTHS), target.hidden_dim)
     roots = torch.tensor([7, 9])
@@ -122,20 +122,24 @@ def test_after_a_commit_the_draft_has_read_the_targets_features_and_not_its_own(
         for b in range(2)
     ]
     generator = torch.Generator().manual_seed(0)
-    for take in ([2, 0], [0, 1], [1, None], [2, 2]):  # accepted drafts per row; None: the row does not advance
+    current = roots.clone()
+    accepted_drafts = [[2, 0], [0, 1], [1, None], [2, 2]]  # per step and row; None: the row does not advance
+    for number, take in enumerate(accepted_drafts):
         proposal = propose(proposer)
         node_features = torch.randn(*proposal.tokens.shape, features.shape[-1], generator=generator)
-        paths, new_roots = [], torch.tensor([11, 13])
+        paths, new_roots = [], torch.tensor([11 + number, 23 + number])
         for b, accepted in enumerate(take):
             depth = proposal.tree.depth[b if proposal.tree.num_rows > 1 else 0]
             last = int((depth == (accepted or 0)).nonzero()[-1])
             path = [] if accepted is None else proposal.tree.path(last, b)
             paths.append(path)
+            current[b] = new_roots[b] if path else current[b]
             following = [*proposal.tokens[b, path[1:]].tolist(), int(new_roots[b])]
             rows[b] += list(zip(node_features[b, path], following, strict=True)) if path else []
         with torch.no_grad():
             proposer.advance(proposal.tokens, node_features, paths, new_roots)
         proposal = propose(proposer)
+        assert proposal.tokens[:, 0].tolist() == current.tolist()
         for b in range(2):
             children = proposal.tokens[b, proposal.tree.children(b)[0]]
             top = log_probs(b, [], rows[b]).topk(len(children)).indices
