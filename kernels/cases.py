@@ -41,6 +41,11 @@ def device_of(backend: str) -> str:
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
 
+def probed_nodes(backend: str, nodes: int) -> list[int]:
+    """The nodes whose states are compared: all of them, a few in the slow interpreter."""
+    return list(range(nodes)) if backend != "triton" else sorted({0, nodes // 2, nodes - 1})
+
+
 def parents_from_draws(draws: list[int]) -> list[int]:
     """A tree from any list of non-negative integers, one for each node after the root."""
     return [-1, *(draw % (node + 1) for node, draw in enumerate(draws))]

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from draftwood.kernels import reference
 from draftwood.kernels.checks import Shapes, blank
+from draftwood.kernels.decay import accumulator_dtype
 from draftwood.kernels.dispatch import implementation
 from draftwood.kernels.tables import TreeTables
 
@@ -56,6 +57,13 @@ def tree_attention(
     match implementation(q):
         case "reference":
             return reference.tree_attention(q, k_prefix, v_prefix, k_tree, v_tree, lengths, tables, scale, valid)
+        case "triton":
+            from draftwood.kernels import tree_attention_triton
+
+            dtype = accumulator_dtype(q)
+            return tree_attention_triton.tree_attention(
+                q, k_prefix, v_prefix, k_tree, v_tree, lengths, tables, scale, valid, dtype
+            )
         case _:
             return _tree_attention_torch(q, k_prefix, v_prefix, k_tree, v_tree, lengths, tables, scale, valid)
 

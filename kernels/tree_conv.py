@@ -59,6 +59,11 @@ def tree_conv(
     match implementation(x):
         case "reference":
             return reference.tree_conv(x, window, weight, tables, bias, activation, valid)
+        case "triton":
+            from draftwood.kernels import tree_conv_triton
+
+            dtype = accumulator_dtype(x)
+            return tree_conv_triton.tree_conv(x, window, weight, tables, bias, activation, valid, dtype)
         case _:
             return _tree_conv_torch(x, window, weight, tables, bias, activation, valid)
 
@@ -82,8 +87,18 @@ def tree_conv_commit(window: Tensor, x: Tensor, tables: TreeTables, nodes: Tenso
     shapes.check("x", x, "B D N")
     shapes.check("nodes", nodes, "B")
     shapes.rows(tables)
-    if implementation(x) == "reference":
-        return reference.tree_conv_commit(window, x, tables, nodes)
+    match implementation(x):
+        case "reference":
+            return reference.tree_conv_commit(window, x, tables, nodes)
+        case "triton":
+            from draftwood.kernels import tree_conv_triton
+
+            return tree_conv_triton.commit(window, x, tables, nodes)
+        case _:
+            return _commit_torch(window, x, tables, nodes)
+
+
+def _commit_torch(window: Tensor, x: Tensor, tables: TreeTables, nodes: Tensor) -> Tensor:
     batch, width, columns = window.shape
     # Indices into [window | x]: `lookback` counts from the root, which is column W.
     table = tables.derived(("window", columns), lambda: tables.lookback(columns).flip(-1) + columns)

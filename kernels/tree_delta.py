@@ -59,19 +59,20 @@ class TreeDeltaReplay:
         shapes.check("u", self.u, "B N H Dv")
         shapes.check("state", state, "B H Dk Dv")
         shapes.check("nodes", nodes, "B")
-        k = _repeat_heads(self.k, self.u.shape[2])
-        if implementation(self.u) == "reference":
+        match implementation(self.u):
+            case "reference":
+                k = _repeat_heads(self.k, self.u.shape[2])
 
-            def step(row: int, node: int, at: Tensor) -> Tensor:
-                return reference.delta_step(at, k[row, node], self.u[row, node], self.g[row, node])
+                def step(row: int, node: int, at: Tensor) -> Tensor:
+                    return reference.delta_step(at, k[row, node], self.u[row, node], self.g[row, node])
 
-            return reference.replay(tables, state, nodes, step)
-        between, total, on_path = path_segment_sums(self.g, tables, nodes)
-        if self.g.ndim == 3:
-            between, total = between.unsqueeze(-1), total.unsqueeze(-1)
-        written = k * (between.exp() * on_path[:, :, None, None])
-        new = torch.einsum("bnhk,bnhv->bhkv", written, self.u)
-        return (new + total.exp().unsqueeze(-1) * state.to(new.dtype)).to(state.dtype)
+                return reference.replay(tables, state, nodes, step)
+            case "triton":
+                from draftwood.kernels import tree_delta_triton
+
+                return tree_delta_triton.advance(self.k, self.u, self.g, state, tables, nodes)
+            case _:
+                return _advance_torch(self, state, tables, nodes)
 
 
 def tree_delta(
@@ -129,13 +130,26 @@ def tree_delta(
         q, k, v, g, beta = (tensor.to(dtype) for tensor in (q, k, v, g, beta))
     if use_qk_l2norm:
         q, k = _l2_normalized(q), _l2_normalized(k)
-    if chosen == "reference":
-        heads = v.shape[2]
-        repeated_q, repeated_k = _repeat_heads(q, heads), _repeat_heads(k, heads)
-        o, u = reference.tree_delta(repeated_q, repeated_k, v, g, beta, tables, initial_state, scale, valid)
-    else:
-        o, u = _tree_delta_torch(q, k, v, g, beta, tables, initial_state.to(dtype), scale)
+    match chosen:
+        case "reference":
+            repeated_q, repeated_k = (_repeat_heads(tensor, v.shape[2]) for tensor in (q, k))
+            o, u = reference.tree_delta(repeated_q, repeated_k, v, g, beta, tables, initial_state, scale, valid)
+        case "triton":
+            from draftwood.kernels import tree_delta_triton
+
+            o, u = tree_delta_triton.tree_delta(q, k, v, g, beta, tables, initial_state, scale)
+        case _:
+            o, u = _tree_delta_torch(q, k, v, g, beta, tables, initial_state.to(dtype), scale)
     return o.to(out_dtype), TreeDeltaReplay(k, u, g)
+
+
+def _advance_torch(replay: TreeDeltaReplay, state: Tensor, tables: TreeTables, nodes: Tensor) -> Tensor:
+    between, total, on_path = path_segment_sums(replay.g, tables, nodes)
+    if replay.g.ndim == 3:
+        between, total = between.unsqueeze(-1), total.unsqueeze(-1)
+    written = _repeat_heads(replay.k, replay.u.shape[2]) * (between.exp() * on_path[:, :, None, None])
+    new = torch.einsum("bnhk,bnhv->bhkv", written, replay.u)
+    return (new + total.exp().unsqueeze(-1) * state.to(new.dtype)).to(state.dtype)
 
 
 def _l2_normalized(x: Tensor) -> Tensor:

@@ -65,6 +65,11 @@ class TreeScanReplay:
                     return reference.scan_step(at, self.x[row, node], self.dt[row, node], self.A, self.B[row, node])
 
                 return reference.replay(tables, state, nodes, step)
+            case "triton":
+                from draftwood.kernels import tree_scan_triton
+
+                dtype = accumulator_dtype(self.x, self.dt, state)
+                return tree_scan_triton.advance(self.x, self.B, self.dt, self.A, state, tables, nodes, dtype)
             case _:
                 return _advance_torch(self, state, tables, nodes)
 
@@ -124,13 +129,21 @@ def tree_scan(
     shapes.divides("G", "H")
     shapes.rows(tables)
 
-    chosen = implementation(x)
-    step = blank(discretize(dt, dt_bias, dt_softplus, dt_limit), valid)
-    if chosen == "reference":
-        y = reference.tree_scan(x, step, A, B, C, tables, initial_state, D, z, valid)
-    else:
-        x, B = blank(x, valid), blank(B, valid)
-        y = _tree_scan_torch(x, step, A, B, blank(C, valid), tables, initial_state, D, blank(z, valid))
+    match implementation(x):
+        case "reference":
+            step = blank(discretize(dt, dt_bias, dt_softplus, dt_limit), valid)
+            y = reference.tree_scan(x, step, A, B, C, tables, initial_state, D, z, valid)
+        case "triton":
+            from draftwood.kernels import tree_scan_triton
+
+            dtype = accumulator_dtype(x, dt, initial_state)
+            y, step = tree_scan_triton.tree_scan(
+                x, dt, A, B, C, tables, initial_state, D, z, dt_bias, dt_softplus, dt_limit, valid, dtype
+            )
+        case _:
+            step = blank(discretize(dt, dt_bias, dt_softplus, dt_limit), valid)
+            inputs = (blank(x, valid), step, A, blank(B, valid), blank(C, valid))
+            y = _tree_scan_torch(*inputs, tables, initial_state, D, blank(z, valid))
     return y.to(x.dtype), TreeScanReplay(x, B, step, A, valid)
 
 
@@ -179,8 +192,8 @@ def _advance_torch(replay: TreeScanReplay, state: Tensor, tables: TreeTables, no
     dt = replay.dt.to(dtype)
     between, total, on_path = path_segment_sums(dt * replay.A.to(dtype), tables, nodes)
     weights = between.exp() * dt * on_path.unsqueeze(-1)  # [B, N, H]
-    x = replay.x.to(dtype) * weights.unsqueeze(-1)
+    x = blank(replay.x, replay.valid).to(dtype) * weights.unsqueeze(-1)
     x = x.view(batch, num_nodes, groups, -1).permute(0, 2, 3, 1).reshape(batch * groups, -1, num_nodes)
-    B = replay.B.to(dtype).transpose(1, 2).reshape(-1, num_nodes, states)
+    B = blank(replay.B, replay.valid).to(dtype).transpose(1, 2).reshape(-1, num_nodes, states)
     kept = (state.to(dtype) * total.exp()[:, :, None, None]).reshape(batch * groups, -1, states)
     return kept.baddbmm_(x, B).view(state.shape).to(state.dtype)

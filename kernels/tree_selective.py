@@ -26,12 +26,14 @@ class TreeSelectiveReplay:
         dt: [B, D, N] float32 or float64, processed; 0 at invalid nodes.
         A: [D, S].
         B: [B, S, N].
+        valid: [B, N] bool, or None.
     """
 
     x: Tensor
     dt: Tensor
     A: Tensor
     B: Tensor
+    valid: Tensor | None = None
 
     def to(self, *args: object, **kwargs: object) -> "TreeSelectiveReplay":
         """Itself: transformers converts what a scan returns as its final state."""
@@ -55,20 +57,21 @@ class TreeSelectiveReplay:
         shapes.check("B", self.B, "B S N")
         shapes.check("state", state, "B D S")
         shapes.check("nodes", nodes, "B")
-        if implementation(self.x) == "reference":
+        match implementation(self.x):
+            case "reference":
 
-            def step(row: int, node: int, at: Tensor) -> Tensor:
-                x, dt, B = (tensor[row, :, node] for tensor in (self.x, self.dt, self.B))
-                return reference.selective_step(at, x, dt, self.A, B)
+                def step(row: int, node: int, at: Tensor) -> Tensor:
+                    x, dt, B = (tensor[row, :, node] for tensor in (self.x, self.dt, self.B))
+                    return reference.selective_step(at, x, dt, self.A, B)
 
-            return reference.replay(tables, state, nodes, step)
-        dtype = accumulator_dtype(self.x, self.dt, state)
-        A, B, x, dt = (tensor.to(dtype) for tensor in (self.A, self.B, self.x, self.dt))
-        x, dt, B = (tensor.transpose(1, 2) for tensor in (x, dt, B))  # [B, N, ...]
-        # The decay between two nodes is exp(A times the time between them).
-        between, total, on_path = path_segment_sums(dt, tables, nodes)
-        driven = (between.unsqueeze(-1) * A).exp() * (dt * x * on_path.unsqueeze(-1)).unsqueeze(-1) * B.unsqueeze(2)
-        return ((total.unsqueeze(-1) * A).exp() * state.to(dtype) + driven.sum(1)).to(state.dtype)
+                return reference.replay(tables, state, nodes, step)
+            case "triton":
+                from draftwood.kernels import tree_selective_triton
+
+                dtype = accumulator_dtype(self.x, self.dt, state)
+                return tree_selective_triton.advance(self.x, self.dt, self.A, self.B, state, tables, nodes, dtype)
+            case _:
+                return _advance_torch(self, state, tables, nodes)
 
 
 def tree_selective(
@@ -124,13 +127,34 @@ def tree_selective(
     shapes.rows(tables)
 
     bias = None if dt_bias is None else dt_bias[:, None]
-    step = blank(discretize(dt, bias, dt_softplus), valid, node_dim=2)
-    if implementation(x) == "reference":
-        y = reference.tree_selective(x, step, A, B, C, tables, initial_state, D, z, valid)
-        return y.to(x.dtype), TreeSelectiveReplay(x, step, A, B)
-    x, B, C = (blank(tensor, valid, node_dim=2) for tensor in (x, B, C))
-    y = _tree_selective_torch(x, step, A, B, C, tables, initial_state, D, blank(z, valid, node_dim=2))
-    return y.to(x.dtype), TreeSelectiveReplay(x, step, A, B)
+    match implementation(x):
+        case "reference":
+            step = blank(discretize(dt, bias, dt_softplus), valid, node_dim=2)
+            y = reference.tree_selective(x, step, A, B, C, tables, initial_state, D, z, valid)
+        case "triton":
+            from draftwood.kernels import tree_selective_triton
+
+            dtype = accumulator_dtype(x, dt, initial_state)
+            y, step = tree_selective_triton.tree_selective(
+                x, dt, A, B, C, tables, initial_state, D, z, dt_bias, dt_softplus, valid, dtype
+            )
+        case _:
+            step = blank(discretize(dt, bias, dt_softplus), valid, node_dim=2)
+            known_x, known_B, known_C = (blank(tensor, valid, node_dim=2) for tensor in (x, B, C))
+            gate = blank(z, valid, node_dim=2)
+            y = _tree_selective_torch(known_x, step, A, known_B, known_C, tables, initial_state, D, gate)
+    return y.to(x.dtype), TreeSelectiveReplay(x, step, A, B, valid)
+
+
+def _advance_torch(replay: TreeSelectiveReplay, state: Tensor, tables: TreeTables, nodes: Tensor) -> Tensor:
+    dtype = accumulator_dtype(replay.x, replay.dt, state)
+    x, B = (blank(tensor, replay.valid, node_dim=2) for tensor in (replay.x, replay.B))
+    x, dt, B = (tensor.to(dtype).transpose(1, 2) for tensor in (x, replay.dt, B))  # [B, N, ...]
+    A = replay.A.to(dtype)
+    # The decay between two nodes is exp(A times the time between them).
+    between, total, on_path = path_segment_sums(dt, tables, nodes)
+    driven = (between.unsqueeze(-1) * A).exp() * (dt * x * on_path.unsqueeze(-1)).unsqueeze(-1) * B.unsqueeze(2)
+    return ((total.unsqueeze(-1) * A).exp() * state.to(dtype) + driven.sum(1)).to(state.dtype)
 
 
 def _levels(tables: TreeTables, batch: int) -> tuple[Tensor, Tensor, list[int], list[Tensor]]:

@@ -15,7 +15,7 @@ if INTERPRETED:
 else:
     BACKENDS = ["reference", "torch"] + (["triton"] if torch.cuda.is_available() else [])
 
-settings.register_profile("kernels", max_examples=6 if INTERPRETED else 20, deadline=None, derandomize=True)
+settings.register_profile("kernels", max_examples=3 if INTERPRETED else 20, deadline=None, derandomize=True)
 
 
 def pytest_generate_tests(metafunc):
