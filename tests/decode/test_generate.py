@@ -91,17 +91,49 @@ def test_no_more_than_max_new_tokens_and_no_needless_forward(limit, targets, pro
         assert out.steps == limit - 1 if draft is None else out.steps <= limit - 1
 
 
+class Noting:
+    """Mixed into the oracle: what it was started with, and at each step the depth asked for and tokens known done."""
+
+    def start(self, input_ids, lengths, features, roots):
+        self.started, self.asked = (input_ids, lengths, features), []
+        super().start(input_ids, lengths, features, roots)
+
+    def propose(self, max_depth):
+        self.asked.append((max_depth, list(self.done)))
+        return super().propose(max_depth)
+
+
 def test_drafts_never_go_deeper_than_the_tokens_that_are_left(targets, prompts, oracle):
     (row, *_), (want, *_) = prompts("llama", 4)
-    asked = []
+    noting = type("NotingOracle", (Noting, oracle), {})([want])
+    dw.generate(targets("llama"), noting, row, max_new_tokens=10)
+    assert noting.asked and all(depth == 10 - done - 1 for depth, (done,) in noting.asked)
 
-    class Asked(oracle):
-        def propose(self, max_depth):
-            asked.append((max_depth, self.done[0]))
-            return super().propose(max_depth)
 
-    dw.generate(targets("llama"), Asked([want]), row, max_new_tokens=10)
-    assert asked and all(max_depth == 10 - done - 1 for max_depth, done in asked)
+def test_rows_ahead_of_others_are_cut_at_the_limit_and_then_stand_still(targets, tiny, oracle):
+    target, ids = targets("llama"), tiny.prompt_ids((3, 4), 1)
+    free = dw.generate(target, None, ids, max_new_tokens=20, eos_token_ids=[]).tokens
+    slow = [free[0], [(token + 1) % tiny.VOCAB for token in free[1]], free[2]]
+    noting = type("NotingOracle", (Noting, oracle), {})(slow)
+    out = dw.generate(target, noting, ids, max_new_tokens=8, eos_token_ids=[])
+    assert out.tokens == [row[:8] for row in free]
+    assert len(out.rows[1].forwards) == 7 > len(out.rows[0].forwards)
+    assert all(depth == 8 - done[1] - 1 for depth, done in noting.asked)  # the slowest row
+    assert max(map(max, (done for _, done in noting.asked))) < 8
+    assert [sum(f.emitted for f in row.forwards) for row in out.rows] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_draft_is_started_with_every_rows_real_tokens_from_the_left(side, targets, prompts, oracle):
+    rows, want = prompts("bamba", 3)
+    ids, mask = padded(rows, side)
+    target, noting = targets("bamba"), type("NotingOracle", (Noting, oracle), {})(want)
+    dw.generate(target, noting, ids, attention_mask=mask, max_new_tokens=4)
+    compact, lengths, features = noting.started
+    assert lengths == [row.shape[1] for row in rows]
+    for b, row in enumerate(rows):
+        assert compact[b, : lengths[b]].tolist() == row[0].tolist()
+        torch.testing.assert_close(features[b, : lengths[b]], target.features(row)[0], atol=1e-4, rtol=1e-4)
 
 
 class Whole:
@@ -131,7 +163,8 @@ def test_eos_inside_an_accepted_block_ends_the_row_and_is_kept(place, targets, t
     free = dw.generate(target, None, prompt, max_new_tokens=12, eos_token_ids=[]).tokens[0]
     assert len(free) == 12
     first = free.index(free[place])
-    out = dw.generate(target, Whole(free), prompt, max_new_tokens=12, eos_token_ids=free[place])
+    goes_on_wrong = [*free[: place + 2], (free[(place + 2) % 12] + 1) % tiny.VOCAB, 5]
+    out = dw.generate(target, Whole(goes_on_wrong), prompt, max_new_tokens=12, eos_token_ids=free[place])
     assert out.tokens == [free[: first + 1]]
     assert out.steps == (1 if first else 0)
     if first:

@@ -25,9 +25,12 @@ def test_figures_equal_those_worked_out_by_hand():
 
 
 def test_micro_weighs_forwards_and_macro_weighs_prompts():
-    summary = summarize([row((4, 3, 3, False)), row((1, 0, 3, True), (1, 0, 3, True), (1, 0, 3, True))])
+    summary = summarize([row((4, 3, 3, False)), row((1, 0, 3, True), (1, 0, 3, True), (1, 0, 3, True))] * 20)
     assert summary.acceptance_length == 7 / 4
     assert summary.acceptance_length_per_prompt == (4 + 1) / 2
+    low, high = summary.acceptance_length_interval
+    assert low < 7 / 4 < high < summary.acceptance_length_per_prompt_interval[1]
+    assert 7 / 4 < summary.acceptance_length_per_prompt_interval[0] < 5 / 2
 
 
 def test_a_path_that_ends_at_a_leaf_is_no_miss_of_the_next_depth():
