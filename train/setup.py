@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftwood.configs.schema import RunConfig
+from draftwood.decode.prompts import PromptSet, prompts_from_rows
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights
 from draftwood.models.assets import asset_path, cache_root, is_asset
 from draftwood.models.checkpoint import load_draft
@@ -113,6 +114,19 @@ def limit_tokens(rows: Dataset, max_tokens: int | None) -> Dataset:
     return rows
 
 
+def load_split(config: RunConfig, data_folder: Path, name: str) -> Dataset:
+    """Rows of `train` (as many as `data.train_tokens` allows) or `validation`."""
+    rows = load_rows(data_folder, name).select_columns(["input_ids", "loss_mask"]).with_format("numpy")
+    return limit_tokens(rows, config.data.train_tokens) if name == "train" else rows
+
+
+def held_out_prompts(config: RunConfig, data_folder: Path) -> PromptSet:
+    """The prompts of the validation rows, as `evaluate` asks for them."""
+    settings = config.evaluate
+    rows = load_rows(data_folder, "validation")
+    return prompts_from_rows(rows, "validation", limit=settings.num_prompts, max_tokens=settings.max_prompt_tokens)
+
+
 def build_draft(config: RunConfig, target: Target, rows: Dataset) -> EagleDraft:
     """An untrained float32 draft, the same on every process, or the one in `draft.init_from`."""
     if config.draft.init_from is not None:
@@ -149,9 +163,7 @@ def load_splits(
     head = DistillHead.build(target.head_weight, None, target.logit_scale, autocast_dtype(config))
     left, splits = config.features.max_gb, []
     for name in ("validation", "train"):
-        rows = load_rows(data_folder, name).select_columns(["input_ids", "loss_mask"]).with_format("numpy")
-        if name == "train":
-            rows = limit_tokens(rows, config.data.train_tokens)
+        rows = load_split(config, data_folder, name)
         sizes, source = RowSizes.of(rows), FeatureSource(target, rows, head, autocast_dtype(config))
         if config.features.source == "cached":
             folder = Path(config.features.folder or run_folder / "features") / name

@@ -18,7 +18,7 @@ train_step = loop._train_step
 def stop_rank_1_at(step):
     def stepping(run, numbers, position, meter):
         if position.step + 1 == step and run.accelerator.process_index == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return train_step(run, numbers, position, meter)
 
     return stepping

@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 
 import pytest
@@ -7,13 +6,19 @@ import tiny_run
 import torch
 from safetensors.torch import load_file
 
+from draftwood.kernels.distill_loss import DistillHead
 from draftwood.models.checkpoint import load_draft
 from draftwood.models.target import load_target
 from draftwood.train import loop
+from draftwood.train.batches import collate
 from draftwood.train.checkpoints import Checkpoints
-from draftwood.train.features import FeatureError
+from draftwood.train.features import FeatureError, FeatureSource
 from draftwood.train.launch import main
 from draftwood.train.loop import ResumeError, Stopped, distill
+from draftwood.train.losses import Distillation
+from draftwood.train.prepare import load_rows
+from draftwood.train.rows import supervised_rows
+from draftwood.train.setup import build_draft, loss_weights
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +114,7 @@ def test_killed_and_resumed_is_bit_for_bit_an_uninterrupted_run(make_config, tar
 def test_asked_to_stop_it_saves_and_the_same_command_goes_on(make_config, target, monkeypatch):
     config = make_config()
     with monkeypatch.context() as patch:
-        kill_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+        kill_after(patch, 4, lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(Stopped, match="Run the same command"):
             distill(config, target)
     assert last_checkpoint(config).name == "step-00000004"
@@ -209,6 +214,22 @@ def test_accumulation_gives_the_losses_of_one_large_batch(make_config, target):
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=0)
 
 
+def test_a_step_follows_the_mean_gradient_over_the_supervised_rows_of_its_global_batch(make_config, target, workshop):
+    options = ["loop.max_steps=1", "features.source=online", "align.feature_noise=0.0", "loop.gradient_accumulation=6"]
+    config = make_config(*options)
+    distill(config, target)
+    rows = load_rows(workshop / "data", "train")
+    draft = build_draft(config, target, rows)
+    head = DistillHead.build(target.head_weight)
+    numbers = list(range(len(rows)))
+    source = FeatureSource(target, rows, head)
+    batch = collate(numbers, rows, source(numbers), target.hidden_dim, target.device)
+    num_rows = sum(int(supervised_rows(torch.tensor(row["loss_mask"])).sum()) for row in rows)
+    Distillation(draft, head, loss_weights(config), 3)(batch, num_rows).loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in draft.parameters()]).norm().item()
+    assert log_of(config)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_run_goes_on_from_a_draft(make_config, target):
     first = distill(make_config("name=first"), target)
     config = make_config("name=second", f"draft.init_from={first}", "loop.max_steps=1", "optimizer.lr=1e-9")
@@ -228,7 +249,9 @@ def test_bf16_autocast_trains_float32_weights_close_to_float32_losses(make_confi
 
 
 def test_wandb_works_offline_and_without_a_key(make_config, target, monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    for variable in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     distill(make_config("loop.max_steps=1", "loop.tracker=wandb"), target)

@@ -58,10 +58,9 @@ def launched(request, folder):
     plan += [["stop-rank-1@3", *stopped], stopped]
     path = folder / f"plan-{count}.json"
     path.write_text(json.dumps(plan))
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [*map(str, LAUNCHERS[count]), str(_SUPPORT / "run_many.py"), str(path)],
-        env={**environment, "PYTHONPATH": str(_SUPPORT)},
+        env={**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         cwd=folder,
         capture_output=True,
         text=True,
