@@ -2,10 +2,9 @@
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable
-from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import transformers
@@ -14,6 +13,7 @@ from transformers import GenerationConfig
 
 import draftwood
 from draftwood.decode.generate import GenerateOutput, generate, own_eos
+from draftwood.decode.measure import Journal, Outcome, Way, measure
 from draftwood.decode.prompts import Prompt, PromptSet
 from draftwood.decode.propose import Proposer, TreeSpec, resolve_tree
 from draftwood.decode.report import LOOP, SPECULATIVE, TRANSFORMERS, Mismatch, PromptRecord, Report
@@ -24,12 +24,22 @@ if TYPE_CHECKING:
     from draftwood.models.draft import EagleDraft
     from draftwood.models.target import Target
 
-WARMUP_TOKENS = 4
+Draft = Union["EagleDraft", Proposer, None]
 
 
 def evaluate(
     target: "Target",
-    draft: "EagleDraft | Proposer | None",
+    draft: Draft,
+    prompts: PromptSet,
+    **settings: Any,
+) -> Report:
+    """One draft on one set of prompts; settings and errors as `evaluate_drafts`."""
+    return evaluate_drafts(target, {"draft": draft}, prompts, **settings)["draft"]
+
+
+def evaluate_drafts(
+    target: "Target",
+    drafts: Mapping[str, Draft],
     prompts: PromptSet,
     *,
     tree: TreeSpec = None,
@@ -40,16 +50,19 @@ def evaluate(
     seed: int = 0,
     baseline: bool = True,
     repeats: int = 1,
+    journal: Path | None = None,
+    identity: str = "",
     on_prompt: Callable[[int, int], None] | None = None,
-) -> Report:
-    """Decodes every prompt with the draft and, with `baseline`, without it, by our loop and by transformers' generate.
-
-    The ways take turns, in an order that rotates from prompt to prompt, so that a machine that slows down slows all.
+) -> dict[str, Report]:
+    """Decodes every prompt with each draft and, with `baseline`, without one, by our loop and transformers' generate.
 
     Args:
+        drafts: by name; a report comes back for each.
         tree, max_new_tokens, temperature, top_k, top_p: as `generate`; transformers gets the same.
         seed: of the sampling (prompt i uses seed + i) and of the bootstrap.
         repeats: times each way is run on a prompt; the median time counts.
+        journal: file that keeps each prompt's outcome, so that an interrupted evaluation goes on where it was.
+        identity: names the drafts' weights in the journal; outcomes of others are not taken over.
         on_prompt: called with (prompts done, prompts).
 
     Raises:
@@ -60,64 +73,73 @@ def evaluate(
     sampling = Sampling(temperature, top_k, top_p)
     common = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
 
-    def with_drafts(ids: Tensor, seed: int, **changed: Any) -> GenerateOutput:
-        return generate(target, draft, ids, tree=tree, seed=seed, **{**common, **changed})
+    def ours(draft: Draft) -> Way:
+        def run(ids: Tensor, seed: int, **changed: Any) -> GenerateOutput:
+            return generate(target, draft, ids, tree=tree, seed=seed, **{**common, **changed})
 
-    def own_loop(ids: Tensor, seed: int, **changed: Any) -> GenerateOutput:
-        return generate(target, None, ids, seed=seed, **{**common, **changed})
+        return run
 
     def by_transformers(ids: Tensor, seed: int, **changed: Any) -> list[int]:
         torch.manual_seed(seed)
         return transformers_generate(target, ids, changed.get("max_new_tokens", max_new_tokens), sampling)
 
-    ways: dict[str, Callable[..., Any]] = {SPECULATIVE: with_drafts}
+    ways: dict[str, Way] = {f"{SPECULATIVE}: {name}": ours(draft) for name, draft in drafts.items()}
     if baseline:
-        ways |= {LOOP: own_loop, TRANSFORMERS: by_transformers}
-    for run in ways.values():
-        run(prompts.prompts[0].input_ids.to(target.device), seed, max_new_tokens=WARMUP_TOKENS)
-
-    records, stats, mismatches = [], [], []
-    tokens = dict.fromkeys(ways, 0)
-    seconds = dict.fromkeys(ways, 0.0)
-    for number, prompt in enumerate(prompts.prompts):
-        ids = prompt.input_ids.to(target.device)
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        outputs: dict[str, Any] = {}
-        for repeat in range(repeats):
-            for way in _rotated(list(ways), number + repeat):
-                started = perf_counter()
-                outputs[way] = ways[way](ids, seed + number)
-                times[way].append(perf_counter() - started)
-        texts = {way: out if isinstance(out, list) else out.tokens[0] for way, out in outputs.items()}
-        for way in ways:
-            tokens[way] += len(texts[way])
-            seconds[way] += median(times[way])
-        stats.append(outputs[SPECULATIVE].rows[0])
-        medians = {way: median(times[way]) for way in ways}
-        records.append(_record(prompt, len(texts[SPECULATIVE]), stats[-1], medians))
-        if baseline and sampling.is_greedy and texts[SPECULATIVE] != texts[TRANSFORMERS]:
-            mismatches.append(_mismatch(target, number, ids, texts[SPECULATIVE], texts[TRANSFORMERS]))
-        if on_prompt is not None:
-            on_prompt(number + 1, len(prompts.prompts))
-
-    speeds = {way: tokens[way] / seconds[way] for way in ways}
-    fastest = max((LOOP, TRANSFORMERS), key=speeds.__getitem__) if baseline else None
-    return Report(
-        name=prompts.name,
-        settings={
+        ways |= {LOOP: ours(None), TRANSFORMERS: by_transformers}
+    settings = {
+        name: {
             **_describe(target, draft, tree),
             **common,
             "seed": seed,
             "repeats": repeats,
             "prompts left out as too long": prompts.num_too_long,
-        },
-        acceptance=summarize(stats, seed=seed),
+        }
+        for name, draft in drafts.items()
+    }
+    measured = {
+        "settings": settings,
+        "drafts": identity,
+        "prompts": [prompt.input_ids.tolist() for prompt in prompts.prompts],
+        "ways": list(ways),
+    }
+    book = Journal(journal, measured)
+    outcomes = measure(
+        ways, prompts.prompts, book, device=target.device, seed=seed, repeats=repeats, on_prompt=on_prompt
+    )
+    return {name: _report(target, name, prompts, outcomes, settings[name], sampling, baseline) for name in drafts}
+
+
+def _report(
+    target: "Target",
+    draft: str,
+    prompts: PromptSet,
+    outcomes: list[dict[str, Outcome]],
+    settings: dict[str, Any],
+    sampling: Sampling,
+    baseline: bool,
+) -> Report:
+    """The report on one of the drafts that were measured together."""
+    ways = {SPECULATIVE: f"{SPECULATIVE}: {draft}"} | ({LOOP: LOOP, TRANSFORMERS: TRANSFORMERS} if baseline else {})
+    mine = [{label: row[way] for label, way in ways.items()} for row in outcomes]
+    speeds = {way: sum(len(row[way].tokens) for row in mine) / sum(row[way].seconds for row in mine) for way in ways}
+    fastest = max((LOOP, TRANSFORMERS), key=speeds.__getitem__) if baseline else None
+    stats = [row[SPECULATIVE].stats for row in mine]
+    is_compared = baseline and sampling.is_greedy
+    mismatches = [
+        _mismatch(target, number, prompt.input_ids, row[SPECULATIVE].tokens, row[TRANSFORMERS].tokens)
+        for number, (prompt, row) in enumerate(zip(prompts.prompts, mine, strict=True))
+        if is_compared and row[SPECULATIVE].tokens != row[TRANSFORMERS].tokens
+    ]
+    return Report(
+        name=prompts.name,
+        settings=settings,
+        acceptance=summarize(stats, seed=settings["seed"]),
         by_category=_by_category(prompts.prompts, stats),
         tokens_per_s=speeds,
-        prompts=records,
+        prompts=[_record(prompt, row) for prompt, row in zip(prompts.prompts, mine, strict=True)],
         speedup=speeds[SPECULATIVE] / speeds[fastest] if fastest else None,
         baseline=fastest,
-        num_identical=len(records) - len(mismatches) if baseline and sampling.is_greedy else None,
+        num_identical=len(mine) - len(mismatches) if is_compared else None,
         mismatches=mismatches,
     )
 
@@ -142,26 +164,23 @@ def transformers_generate(target: "Target", input_ids: Tensor, max_new_tokens: i
     return out[0, input_ids.shape[1] :].tolist()
 
 
-def _rotated(ways: list[str], by: int) -> list[str]:
-    by %= len(ways)
-    return ways[by:] + ways[:by]
-
-
-def _record(prompt: Prompt, new_tokens: int, stats: RowStats, seconds: dict[str, float]) -> PromptRecord:
+def _record(prompt: Prompt, row: dict[str, Outcome]) -> PromptRecord:
+    mine = row[SPECULATIVE]
     return PromptRecord(
         name=prompt.name,
         category=prompt.category,
         prompt_tokens=prompt.input_ids.shape[1],
-        new_tokens=new_tokens,
-        forwards=len(stats.forwards),
-        acceptance_length=stats.acceptance_length if stats.forwards else None,
-        seconds=seconds,
+        new_tokens=len(mine.tokens),
+        forwards=len(mine.stats.forwards),
+        acceptance_length=mine.stats.acceptance_length if mine.stats.forwards else None,
+        seconds={way: outcome.seconds for way, outcome in row.items()},
     )
 
 
 def _mismatch(target: "Target", number: int, ids: Tensor, ours: list[int], theirs: list[int]) -> Mismatch:
     shared = min(len(ours), len(theirs))
     position = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    ids = ids.to(target.device)
     context = torch.cat([ids, torch.tensor([ours[:position]], dtype=ids.dtype, device=ids.device)], dim=1)
     top = target.head(target.features(context)[:, -1]).float().topk(2).values[0]
     tokens = tuple(text[position] if position < len(text) else None for text in (ours, theirs))

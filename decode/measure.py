@@ -1,0 +1,114 @@
+"""Ways of decoding run side by side on the same prompts, taking turns, and kept prompt by prompt in a journal."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from draftwood.decode.generate import GenerateOutput
+from draftwood.decode.prompts import Prompt
+from draftwood.decode.stats import ForwardStats, RowStats
+
+# way(input_ids [1, T], seed, **changed settings) -> new tokens with their acceptance, or the tokens alone
+Way = Callable[..., GenerateOutput | list[int]]
+WARMUP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one way did on one prompt: new tokens, median seconds, and acceptance where it counted any."""
+
+    tokens: list[int]
+    seconds: float
+    stats: RowStats
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "seconds": self.seconds, "forwards": [list(f) for f in self.stats.forwards]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Outcome":
+        stats = RowStats([ForwardStats(*f) for f in values["forwards"]])
+        return cls(values["tokens"], values["seconds"], stats)
+
+
+class Journal:
+    """JSON Lines: what is measured, then a line for each prompt done. `None` for a path keeps nothing.
+
+    Raises:
+        ValueError: a line that is not of a journal.
+    """
+
+    def __init__(self, path: Path | None, identity: dict[str, Any]):
+        self.path, self.identity = path, json.loads(json.dumps(identity, default=str))
+        self.done: dict[int, dict[str, Outcome]] = {}
+        if path is not None and path.exists():
+            self._read(path)
+        if path is not None and not self.done:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.identity) + "\n", encoding="utf-8")
+
+    def _read(self, path: Path) -> None:
+        first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        try:
+            if json.loads(first or "{}") != self.identity:
+                return  # of another measurement: this one starts over
+            # a line without its end was being written when the run was stopped
+            complete = [json.loads(line) for line in lines if line.endswith("}")]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not a journal of an evaluation ({error}); delete it to measure anew") from None
+        for entry in complete:
+            self.done[entry["prompt"]] = {way: Outcome.from_dict(o) for way, o in entry["outcomes"].items()}
+
+    def add(self, number: int, outcomes: dict[str, Outcome]) -> None:
+        self.done[number] = outcomes
+        if self.path is not None:
+            entry = {"prompt": number, "outcomes": {way: outcome.to_dict() for way, outcome in outcomes.items()}}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def measure(
+    ways: Mapping[str, Way],
+    prompts: list[Prompt],
+    journal: Journal,
+    *,
+    device: Any,
+    seed: int,
+    repeats: int = 1,
+    on_prompt: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Outcome]]:
+    """Every way on every prompt, `repeats` times; prompts that the journal has are not run again.
+
+    The order rotates from prompt to prompt, so that a machine that slows down slows all. Prompt i uses seed + i.
+    """
+    if len(journal.done) < len(prompts):
+        for way in ways.values():
+            way(prompts[0].input_ids.to(device), seed, max_new_tokens=WARMUP_TOKENS)
+    for number, prompt in enumerate(prompts):
+        if number not in journal.done:
+            journal.add(number, _outcomes(ways, prompt.input_ids.to(device), number, seed + number, repeats))
+        if on_prompt is not None:
+            on_prompt(number + 1, len(prompts))
+    return [journal.done[number] for number in range(len(prompts))]
+
+
+def _outcomes(ways: Mapping[str, Way], ids: Tensor, number: int, seed: int, repeats: int) -> dict[str, Outcome]:
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    outputs: dict[str, GenerateOutput | list[int]] = {}
+    names = list(ways)
+    for repeat in range(repeats):
+        by = (number + repeat) % len(names)
+        for way in names[by:] + names[:by]:
+            started = perf_counter()
+            outputs[way] = ways[way](ids, seed)
+            times[way].append(perf_counter() - started)
+    outcomes = {}
+    for way, out in outputs.items():
+        tokens, stats = (out, RowStats()) if isinstance(out, list) else (out.tokens[0], out.rows[0])
+        outcomes[way] = Outcome(tokens, median(times[way]), stats)
+    return outcomes
