@@ -265,7 +265,10 @@ def _logits(x: Tensor, weight: Tensor, scale: float) -> Tensor:
 
 
 def _statistics(logits: Tensor) -> TeacherStatistics:
-    return TeacherStatistics(torch.logsumexp(logits.to(_wide(logits.dtype)), -1), logits.argmax(-1))
+    # As in `_step`: softmax and one read of it are faster than a log-sum-exp and an argmax.
+    largest = torch.softmax(logits, -1, dtype=_wide(logits.dtype)).max(-1)
+    top = logits.gather(-1, largest.indices[:, None])[:, 0].to(largest.values.dtype)
+    return TeacherStatistics(top - torch.log(largest.values), largest.indices)
 
 
 def _mix(probs: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
