@@ -239,11 +239,11 @@ def test_the_schedule_warms_up_to_one_and_decays_to_almost_nothing(kind):
     config = OptimizerConfig(schedule=kind, warmup_ratio=0.1)
     factors = [schedule(step, 100, config) for step in range(100)]
     assert factors[0] == pytest.approx(1 / 11) and factors[10] == 1.0
-    assert all(a < b for a, b in itertools.pairwise(factors))
+    assert all(a < b for a, b in itertools.pairwise(factors[:11]))
     if kind == "constant":
         assert set(factors[10:]) == {1.0}
     else:
-        assert all(a > b > 0 for a, b in itertools.pairwise(factors))
+        assert all(a > b > 0 for a, b in itertools.pairwise(factors[10:]))
         assert factors[-1] < 0.02
 
 
