@@ -110,11 +110,12 @@ def test_drafts_never_go_deeper_than_the_tokens_that_are_left(targets, prompts, 
     assert noting.asked and all(depth == 10 - done - 1 for depth, (done,) in noting.asked)
 
 
-def test_rows_ahead_of_others_are_cut_at_the_limit_and_then_stand_still(targets, tiny, oracle):
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_ahead_of_others_are_cut_at_the_limit_and_then_stand_still(seed, targets, tiny, oracle):
     target, ids = targets("llama"), tiny.prompt_ids((3, 4), 1)
     free = dw.generate(target, None, ids, max_new_tokens=20, eos_token_ids=[]).tokens
     slow = [free[0], [(token + 1) % tiny.VOCAB for token in free[1]], free[2]]
-    noting = type("NotingOracle", (Noting, oracle), {})(slow)
+    noting = type("NotingOracle", (Noting, oracle), {})(slow, seed)
     out = dw.generate(target, noting, ids, max_new_tokens=8, eos_token_ids=[])
     assert out.tokens == [row[:8] for row in free]
     assert len(out.rows[1].forwards) == 7 > len(out.rows[0].forwards)

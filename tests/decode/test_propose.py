@@ -86,6 +86,7 @@ def grow_by_hand(log_probs, row, tree, levels):
     "tree, max_depth",
     [
         (DynamicTree(top_k=3, frontier=2, levels=4, budget=9), 99),
+        (DynamicTree(top_k=4, frontier=4, levels=4, budget=40), 99),
         (DynamicTree(top_k=4, frontier=4, levels=3, budget=12), 2),
         (DynamicTree(top_k=2, frontier=4, levels=2, budget=50), 99),  # fewer candidates than the budget
         (DynamicTree(top_k=1, frontier=3, levels=4, budget=8), 99),  # a chain

@@ -25,3 +25,12 @@ def test_a_character_cut_off_at_the_end_is_shown_as_such():
     stream = TextStream(TOKENIZER)
     assert stream.add(tokens) == ""
     assert stream.finish() == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_decoding_starts_near_the_new_tokens_however_long_the_text():
+    stream, lengths = TextStream(TOKENIZER), []
+    decode = stream._decode
+    stream._decode = lambda tokens: lengths.append(len(tokens)) or decode(tokens)
+    for token in TOKENIZER("word " * 40)["input_ids"]:
+        stream.add([token])
+    assert max(lengths) <= 2
