@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.kernels.tables import TreeTables
-from draftwood.kernels.triton_common import MOST_NODES, accumulator, block, launch, strides
+from draftwood.kernels.triton_common import MOST_NODES, accumulator, block, launch, path_arguments, strides
 
 
 @triton.jit
@@ -129,52 +129,38 @@ def tree_delta_kernel(
 
 @triton.jit
 def tree_delta_advance_kernel(
-    k, u, g, ancestors, depth, last, state, new,
-    k_b, k_n, k_h, k_k, u_b, u_n, u_h, u_v, g_b, g_n, g_h, g_k, ancestors_b, depth_b,
-    state_b, state_h, state_k, state_v, nodes, heads, repeats, key_width, width,
-    ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    k, u, g, seen, depth, last, state, new,
+    k_b, k_n, k_h, k_k, u_b, u_n, u_h, u_v, g_b, g_n, g_h, g_k, seen_b, depth_b,
+    state_b, state_h, state_k, state_v, heads, repeats, key_width, width, steps,
+    ACC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The committed state of one head, one block of keys and values; grid (key blocks, value blocks, B * H)."""
+    """The committed state of one head, one block of keys and values; grid (key blocks, value blocks, B * H).
+
+    The recurrence from the root down: an accepted path is short, and its steps need no products of blocks.
+    """
     row_head = tl.program_id(2).to(tl.int64)
     row, head = row_head // heads, row_head % heads
     c = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_keys, in_width = c < key_width, columns < width
-    accepted = tl.load(last + row)
-    path = ancestors + row * ancestors_b + tl.maximum(accepted, 0) * nodes
-    depth += row * depth_b
+    inside = in_keys[:, None] & in_width[None, :]
     k += row * k_b + (head // repeats) * k_h
     u += row * u_b + head * u_h
     g += row * g_b + head * g_h
-    deepest = tl.load(depth + tl.maximum(accepted, 0))
-    deepest = tl.where(accepted < 0, -1, deepest)
-
     places = state + row * state_b + head * state_h + c[:, None] * state_k + columns[None, :] * state_v
-    inside = in_keys[:, None] & in_width[None, :]
     at = tl.load(places, mask=inside, other=0.0).to(ACC)
-    # The recurrence from the root down: the path is short, and its steps need no products of blocks.
-    for level in range(0, deepest + 1):
-        node = tl.sum(tl.zeros([BLOCK_N], tl.int32), axis=0)
-        for first in range(0, nodes, BLOCK_N):
-            candidate = first + tl.arange(0, BLOCK_N)
-            on_path = tl.load(path + candidate, mask=candidate < nodes, other=0) != 0
-            here = tl.load(depth + candidate, mask=on_path, other=-1) == level
-            node += tl.sum(tl.where(here, candidate, 0), axis=0)
-        decay = tl.exp(tl.load(g + node * g_n + c * g_k, mask=in_keys, other=0.0).to(ACC))
-        key = tl.load(k + node * k_n + c * k_k, mask=in_keys, other=0.0).to(ACC)
-        written = tl.load(u + node * u_n + columns * u_v, mask=in_width, other=0.0).to(ACC)
+    accepted = tl.load(last + row)
+    node = tl.maximum(accepted, 0)
+    deepest = tl.where(accepted < 0, -1, tl.load(depth + row * depth_b + node))
+    seen += row * seen_b + node * steps
+    for above in range(0, deepest + 1):
+        ancestor = tl.load(seen + (deepest - above))
+        decay = tl.exp(tl.load(g + ancestor * g_n + c * g_k, mask=in_keys, other=0.0).to(ACC))
+        key = tl.load(k + ancestor * k_n + c * k_k, mask=in_keys, other=0.0).to(ACC)
+        written = tl.load(u + ancestor * u_n + columns * u_v, mask=in_width, other=0.0).to(ACC)
         at = decay[:, None] * at + key[:, None] * written[None, :]
     places = new + (row_head * key_width + c[:, None]) * width + columns[None, :]
     tl.store(places, at.to(new.dtype.element_ty), mask=inside)
-
-
-def _tree(tables: TreeTables) -> dict[str, Tensor | int]:
-    shared = tables.num_rows == 1
-    nodes = tables.num_nodes
-    return {
-        **{"ancestors": tables.ancestors, "ancestors_b": 0 if shared else nodes * nodes},
-        **{"depth": tables.depth, "depth_b": 0 if shared else nodes},
-    }
 
 
 def _per_channel(g: Tensor) -> Tensor:
@@ -197,7 +183,8 @@ def tree_delta(
         (triton.cdiv(width, BLOCK_V), batch * heads),
         v,
         **{"q": q, "k": k, "v": v, "beta": beta, "total": total, "state": initial_state, "o": o, "u": u},
-        **_tree(tables),
+        **{"ancestors": tables.ancestors, "ancestors_b": 0 if tables.num_rows == 1 else nodes * nodes},
+        **{"depth": tables.depth, "depth_b": 0 if tables.num_rows == 1 else nodes},
         **strides("q", q, "bnhk"),
         **strides("k", k, "bnhk"),
         **strides("v", v, "bnhv"),
@@ -208,14 +195,14 @@ def tree_delta(
         **{"levels": tables.max_depth + 1, "scale": scale, "PER_CHANNEL": g.ndim == 4, "ACC": accumulator(v.dtype)},
         **{"BLOCK_N": BLOCK_N, "BLOCK_K": block(key_width, 32), "BLOCK_V": BLOCK_V},
         # Pipelined loops would not leave room in shared memory.
-        **{"num_warps": 8 if BLOCK_N > 32 else 4, "num_stages": 1},
+        **{"num_warps": (8 if BLOCK_N > 32 else 4) * (2 if g.ndim == 4 else 1), "num_stages": 1},
     )
     return o, u
 
 
 def advance(k: Tensor, u: Tensor, g: Tensor, state: Tensor, tables: TreeTables, nodes: Tensor) -> Tensor:
     """The state after `nodes` are accepted, in the dtype of `state`."""
-    batch, num_nodes, heads, width = u.shape
+    batch, _, heads, width = u.shape
     key_heads, key_width = k.shape[2:]
     new = torch.empty(state.shape, dtype=state.dtype, device=state.device)
     BLOCK_K, BLOCK_V = block(key_width, 64), block(width, 64)
@@ -224,13 +211,12 @@ def advance(k: Tensor, u: Tensor, g: Tensor, state: Tensor, tables: TreeTables, 
         (triton.cdiv(key_width, BLOCK_K), triton.cdiv(width, BLOCK_V), batch * heads),
         u,
         **{"k": k, "u": u, "g": g, "last": nodes.contiguous(), "state": state, "new": new},
-        **_tree(tables),
+        **path_arguments(tables),
         **strides("k", k, "bnhk"),
         **strides("u", u, "bnhv"),
         **strides("g", _per_channel(g), "bnhk"),
         **strides("state", state, "bhkv"),
-        **{"nodes": num_nodes, "heads": heads, "repeats": heads // key_heads, "key_width": key_width, "width": width},
-        **{"ACC": accumulator(u.dtype), "BLOCK_N": block(num_nodes), "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V},
-        **{"num_warps": 4},
+        **{"heads": heads, "repeats": heads // key_heads, "key_width": key_width, "width": width},
+        **{"ACC": accumulator(u.dtype), "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V, "num_warps": 4},
     )
     return new

@@ -12,6 +12,7 @@ from draftwood.kernels.triton_common import (
     block,
     launch,
     native_dot,
+    path_arguments,
     silu,
     strides,
     time_steps,
@@ -127,54 +128,39 @@ def tree_scan_kernel(
 
 @triton.jit
 def tree_scan_advance_kernel(
-    x, B, dt, A, ancestors, depth, last, state, new,
-    x_b, x_n, x_h, x_p, B_b, B_n, B_g, B_s, dt_b, dt_n, dt_h, A_h, ancestors_b, depth_b,
-    state_b, state_h, state_p, state_s, nodes, heads, width, states, repeats,
-    ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    x, B, dt, A, seen, depth, last, state, new,
+    x_b, x_n, x_h, x_p, B_b, B_n, B_g, B_s, dt_b, dt_n, dt_h, A_h, seen_b, depth_b,
+    state_b, state_h, state_p, state_s, heads, width, states, repeats, steps,
+    ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The committed state of one head, one block of its width and states; grid (width, states, B * H)."""
+    """The committed state of one head, one block of its width and states; grid (width, states, B * H).
+
+    The recurrence from the root down: an accepted path is short, and its steps need no products of blocks.
+    """
     row_head = tl.program_id(2).to(tl.int64)
     row, head = row_head // heads, row_head % heads
     columns = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     in_width, in_states = columns < width, s < states
-    accepted = tl.load(last + row)
-    path = ancestors + row * ancestors_b + tl.maximum(accepted, 0) * nodes
-    depth += row * depth_b
+    inside = in_width[:, None] & in_states[None, :]
     dt += row * dt_b + head * dt_h
     x += row * x_b + head * x_h
     B += row * B_b + (head // repeats) * B_g
     a = tl.load(A + head * A_h).to(ACC)
-
-    added = tl.zeros([BLOCK_P, BLOCK_S], ACC)
-    total = tl.sum(tl.zeros([BLOCK_N], ACC), axis=0)
-    for first in range(0, nodes, BLOCK_N):
-        node = first + tl.arange(0, BLOCK_N)
-        on_path = (tl.load(path + node, mask=node < nodes, other=0) != 0) & (accepted + node * 0 >= 0)
-        node_depth = tl.load(depth + node, mask=on_path, other=0)
-        step = tl.load(dt + node * dt_n, mask=on_path, other=0.0).to(ACC)
-        total += tl.sum(step * a, axis=0)
-        between = tl.zeros([BLOCK_N], ACC)
-        for first_below in range(0, nodes, BLOCK_N):
-            below = first_below + tl.arange(0, BLOCK_N)
-            below_on_path = (tl.load(path + below, mask=below < nodes, other=0) != 0) & (accepted + below * 0 >= 0)
-            below_depth = tl.load(depth + below, mask=below_on_path, other=-1)
-            below_step = tl.load(dt + below * dt_n, mask=below_on_path, other=0.0).to(ACC)
-            deeper = below_depth[None, :] > node_depth[:, None]
-            between += tl.sum(tl.where(deeper, (below_step * a)[None, :], 0.0), axis=1)
-        weights = tl.exp(between) * step
-        seen = on_path[None, :] & in_width[:, None]
-        inputs = tl.load(x + node[None, :] * x_n + columns[:, None] * x_p, mask=seen, other=0.0).to(ACC)
-        keys = tl.load(
-            B + node[:, None] * B_n + s[None, :] * B_s, mask=on_path[:, None] & in_states[None, :], other=0.0
-        )
-        added += tl.dot(inputs * weights[None, :], keys.to(ACC), input_precision="ieee", out_dtype=ACC)
-
-    inside = in_width[:, None] & in_states[None, :]
     places = state + row * state_b + head * state_h + columns[:, None] * state_p + s[None, :] * state_s
-    before = tl.load(places, mask=inside, other=0.0).to(ACC)
+    at = tl.load(places, mask=inside, other=0.0).to(ACC)
+    accepted = tl.load(last + row)
+    node = tl.maximum(accepted, 0)
+    deepest = tl.where(accepted < 0, -1, tl.load(depth + row * depth_b + node))
+    seen += row * seen_b + node * steps
+    for above in range(0, deepest + 1):
+        ancestor = tl.load(seen + (deepest - above))
+        step = tl.load(dt + ancestor * dt_n).to(ACC)
+        inputs = tl.load(x + ancestor * x_n + columns * x_p, mask=in_width, other=0.0).to(ACC)
+        keys = tl.load(B + ancestor * B_n + s * B_s, mask=in_states, other=0.0).to(ACC)
+        at = tl.exp(step * a) * at + (step * inputs)[:, None] * keys[None, :]
     places = new + (row_head * width + columns[:, None]) * states + s[None, :]
-    tl.store(places, (tl.exp(total) * before + added).to(new.dtype.element_ty), mask=inside)
+    tl.store(places, at.to(new.dtype.element_ty), mask=inside)
 
 
 def tree_scan(
@@ -233,7 +219,7 @@ def advance(
     x: Tensor, B: Tensor, dt: Tensor, A: Tensor, state: Tensor, tables: TreeTables, nodes: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The state after `nodes` are accepted, in the dtype of `state`."""
-    batch, num_nodes, heads, width = x.shape
+    batch, _, heads, width = x.shape
     groups, states = B.shape[2:]
     new = torch.empty(state.shape, dtype=state.dtype, device=state.device)
     BLOCK_P, BLOCK_S = block(width, 64), block(states, 64)
@@ -241,17 +227,14 @@ def advance(
         tree_scan_advance_kernel,
         (triton.cdiv(width, BLOCK_P), triton.cdiv(states, BLOCK_S), batch * heads),
         x,
-        **{"x": x, "B": B, "dt": dt, "A": A, "ancestors": tables.ancestors, "depth": tables.depth},
-        **{"last": nodes.contiguous(), "state": state, "new": new},
+        **{"x": x, "B": B, "dt": dt, "A": A, "last": nodes.contiguous(), "state": state, "new": new},
+        **path_arguments(tables),
         **strides("x", x, "bnhp"),
         **strides("B", B, "bngs"),
         **strides("dt", dt, "bnh"),
         **strides("A", A, "h"),
-        **{"ancestors_b": 0 if tables.num_rows == 1 else num_nodes * num_nodes},
-        **{"depth_b": 0 if tables.num_rows == 1 else num_nodes},
         **strides("state", state, "bhps"),
-        **{"nodes": num_nodes, "heads": heads, "width": width, "states": states, "repeats": heads // groups},
-        **{"ACC": accumulator(dtype), "BLOCK_N": block(num_nodes, MOST_NODES)},
-        **{"BLOCK_P": BLOCK_P, "BLOCK_S": BLOCK_S, "num_warps": 4},
+        **{"heads": heads, "width": width, "states": states, "repeats": heads // groups},
+        **{"ACC": accumulator(dtype), "BLOCK_P": BLOCK_P, "BLOCK_S": BLOCK_S, "num_warps": 4},
     )
     return new

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.kernels.tables import TreeTables
-from draftwood.kernels.triton_common import accumulator, launch, silu, strides, time_steps
+from draftwood.kernels.triton_common import accumulator, launch, path_arguments, silu, strides, time_steps
 
 
 @triton.jit
@@ -75,8 +75,7 @@ def tree_selective_advance_kernel(
     at = tl.load(places, mask=inside, other=0.0).to(ACC)
     accepted = tl.load(last + row)
     node = tl.maximum(accepted, 0)
-    deepest = tl.load(depth + row * depth_b + node)
-    deepest = tl.where(accepted < 0, -1, deepest)
+    deepest = tl.where(accepted < 0, -1, tl.load(depth + row * depth_b + node))
     seen += row * seen_b + node * steps
     for above in range(0, deepest + 1):
         ancestor = tl.load(seen + (deepest - above))
@@ -86,14 +85,6 @@ def tree_selective_advance_kernel(
         at = tl.exp(step[:, None] * a) * at + (step * own)[:, None] * b[None, :]
     places = new + (row * width + d[:, None]) * states + s[None, :]
     tl.store(places, at.to(new.dtype.element_ty), mask=inside)
-
-
-def _tree(tables: TreeTables, steps: int) -> dict[str, Tensor | int]:
-    shared = tables.num_rows == 1
-    return {
-        **{"seen": tables.lookback(steps), "seen_b": 0 if shared else tables.num_nodes * steps, "steps": steps},
-        **{"depth": tables.depth, "depth_b": 0 if shared else tables.num_nodes},
-    }
 
 
 def _blocks(width: int, states: int) -> dict[str, int]:
@@ -129,7 +120,7 @@ def tree_selective(
         **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": initial_state},
         **{"D": x if D is None else D, "z": x if z is None else z, "dt_bias": x if dt_bias is None else dt_bias},
         **{"valid": x if valid is None else valid, "y": y, "step_out": step},
-        **_tree(tables, tables.max_depth + 1),
+        **path_arguments(tables),
         **strides("x", x, "bdn"),
         **strides("dt", dt, "bdn"),
         **strides("A", A, "ds"),
@@ -161,7 +152,7 @@ def advance(
         (triton.cdiv(width, blocks["BLOCK_D"]), batch),
         x,
         **{"x": x, "dt": dt, "A": A, "B": B, "last": nodes.contiguous(), "state": state, "new": new},
-        **_tree(tables, tables.max_depth + 1),
+        **path_arguments(tables),
         **strides("x", x, "bdn"),
         **strides("dt", dt, "bdn"),
         **strides("A", A, "ds"),

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwood.kernels.tables import TreeTables
+
 # A product of blocks needs at least this many rows and columns.
 LEAST_BLOCK = 16
 # Nodes that one program handles at a time; a larger tree is walked in blocks.
@@ -58,6 +60,16 @@ def accumulator(dtype: torch.dtype) -> Any:
 def native_dot(left: Tensor, right: Tensor) -> bool:
     """Whether a product takes its operands as they are; the interpreter would multiply the raw bits of bfloat16."""
     return left.dtype == right.dtype and not triton.knobs.runtime.interpret
+
+
+def path_arguments(tables: TreeTables) -> dict[str, Tensor | int]:
+    """What a kernel needs to walk from the root down to a node: the look-back table and the depths."""
+    steps = tables.max_depth + 1
+    shared = tables.num_rows == 1
+    return {
+        **{"seen": tables.lookback(steps), "seen_b": 0 if shared else tables.num_nodes * steps, "steps": steps},
+        **{"depth": tables.depth, "depth_b": 0 if shared else tables.num_nodes},
+    }
 
 
 def strides(name: str, tensor: Tensor | None, letters: str) -> dict[str, int]:

@@ -73,7 +73,7 @@ def test_every_node_equals_the_recurrence_along_its_path(backend, parents, seed)
     assert_equals_recurrence(backend, inputs, TreeTables.from_parents(torch.tensor([parents])), DTYPES[backend])
 
 
-@pytest.mark.parametrize("rows, nodes, reach", [(2, 1, 3), (1, 13, 5), (2, 31, None)])
+@pytest.mark.parametrize("rows, nodes, reach", [(2, 1, 3), (1, 13, 5), (2, 17, None)])
 def test_a_batch_has_one_tree_or_one_per_row(backend, rows, nodes, reach):
     generator = torch.Generator().manual_seed(nodes)
     tables = random_tables(generator, rows, nodes, reach)
@@ -83,8 +83,8 @@ def test_a_batch_has_one_tree_or_one_per_row(backend, rows, nodes, reach):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_inputs_are_accumulated_in_float32(fast_backend, dtype):
     generator = torch.Generator().manual_seed(1)
-    inputs = selective_inputs(generator, 2, 11, width=33, states=16)
-    assert_equals_recurrence(fast_backend, inputs, random_tables(generator, 2, 11, 3), dtype)
+    inputs = selective_inputs(generator, 1, 7, width=33, states=16)
+    assert_equals_recurrence(fast_backend, inputs, random_tables(generator, 1, 7, 3), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

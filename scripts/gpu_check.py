@@ -1,0 +1,58 @@
+"""Check the Triton kernels on a GPU against float64, then time them. Ends within six minutes.
+
+python scripts/gpu_check.py --json gpu.json
+python scripts/gpu_check.py --smoke            # tiny sizes in Triton's interpreter, without a GPU
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+BUDGET_S = 300.0
+
+
+def main() -> int:
+    start = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes in the interpreter")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # triton reads the variable once, when it is imported.
+    import torch
+
+    from draftwood.kernels import gpu_bench
+
+    if not arguments.smoke and not torch.cuda.is_available():
+        parser.error("no GPU is visible; --smoke runs tiny sizes without one")
+    device = torch.device("cpu" if arguments.smoke else "cuda")
+    name = "interpreter" if arguments.smoke else torch.cuda.get_device_name()
+    shape = gpu_bench.SMOKE if arguments.smoke else gpu_bench.Shape()
+    sizes = (5,) if arguments.smoke else (13, 64)
+
+    checks = []
+    for check in gpu_bench.checks(device, shape, sizes):
+        checks.append(check)
+        verdict = "ok" if check.passed else "WRONG"
+        print(f"{check.operator:36}{check.nodes:4} {check.dtype:9} error {check.error:.1e}  {verdict}", flush=True)
+    print(f"\n{name}, microseconds:\n{'':36}{'nodes':>5}{'graph':>9}{'called':>9}{'torch':>9}{'bytes':>9}")
+    timings = []
+    for timing in gpu_bench.timings(device, shape, sizes, start + BUDGET_S):
+        timings.append(timing)
+        figures = (timing.graph_us, timing.eager_us, timing.torch_us, timing.bytes_us)
+        numbers = "".join(f"{'-':>9}" if figure is None else f"{figure:9.1f}" for figure in figures)
+        print(f"{timing.name:36}{timing.nodes:5}{numbers}  {timing.note}", flush=True)
+    if arguments.json:
+        rows = {"checks": checks, "timings": timings}
+        results = {key: [dataclasses.asdict(row) for row in value] for key, value in rows.items()}
+        arguments.json.write_text(json.dumps({"device": name, **results}, indent=1) + "\n")
+    return 0 if all(check.passed for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
