@@ -116,14 +116,14 @@ def distill_loss(
         rows_per_chunk: rows whose logits are held at a time.
 
     Raises:
-        ValueError: an output whose shape is not that of `features`, or step weights for another number of steps.
+        ValueError: an output whose shape is not that of `features`, or fewer step weights than align steps.
     """
     for j, output in enumerate(outputs, 1):
         if output.shape != features.shape:
             raise ValueError(
                 f"output of align step {j} is {list(output.shape)}, features of its rows {list(features.shape)}"
             )
-    if weights.steps is not None and len(weights.steps) != len(outputs):
+    if weights.steps is not None and len(weights.steps) < len(outputs):
         raise ValueError(f"{len(weights.steps)} step weights for {len(outputs)} align steps")
     options = (features, head, weights, num_rows, statistics, rows_per_chunk)
     return DistillOutput(*_DistillLoss.apply(options, *outputs))
@@ -233,10 +233,7 @@ def _step(
     """Sums of the three terms [3], ranks [C] and the gradient [C, D] of one align step over one chunk."""
     logits = _logits(y, head.draft_weight, head.scale)
     wide = _wide(logits.dtype)
-    q = torch.softmax(logits, -1, dtype=wide)
-    first = q.max(-1)
-    # The log-sum-exp from the largest entry, which cannot underflow: one read of q instead of two more passes.
-    normaliser = logits.gather(1, first.indices[:, None])[:, 0].to(wide) - torch.log(first.values)
+    q, normaliser, first = _softmax(logits)
     difference = y.to(wide) - features.to(wide)
     feature = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="sum") / y.shape[-1]
     topk = (teacher.probs * (normaliser[:, None] - logits.gather(1, teacher.ids).to(wide))).sum()
@@ -244,7 +241,7 @@ def _step(
     if teacher.ce_pull is not None:
         ce = (normaliser - (teacher.ce_pull * y.to(wide)).sum(-1)).sum()
     sums = torch.stack([feature, ce, topk])
-    ranks = _ranks(q, first.indices, teacher.argmax)
+    ranks = _ranks(q, first, teacher.argmax)
     if not with_grad:
         return sums, ranks, None
     push = head.scale * (q.to(logits.dtype) @ head.draft_weight).to(wide)
@@ -265,10 +262,17 @@ def _logits(x: Tensor, weight: Tensor, scale: float) -> Tensor:
 
 
 def _statistics(logits: Tensor) -> TeacherStatistics:
-    # As in `_step`: softmax and one read of it are faster than a log-sum-exp and an argmax.
-    largest = torch.softmax(logits, -1, dtype=_wide(logits.dtype)).max(-1)
-    top = logits.gather(-1, largest.indices[:, None])[:, 0].to(largest.values.dtype)
-    return TeacherStatistics(top - torch.log(largest.values), largest.indices)
+    _, normaliser, first = _softmax(logits)
+    return TeacherStatistics(normaliser, first)
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities [C, V], their log-sum-exp [C] and argmax [C]."""
+    q = torch.softmax(logits, -1, dtype=_wide(logits.dtype))
+    first = q.max(-1)
+    # The log-sum-exp from the largest entry, which cannot underflow: one read of q instead of two more passes.
+    largest = logits.gather(1, first.indices[:, None])[:, 0].to(q.dtype)
+    return q, largest - torch.log(first.values), first.indices
 
 
 def _mix(probs: Tensor, ids: Tensor, weight: Tensor) -> Tensor:

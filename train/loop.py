@@ -191,13 +191,15 @@ def _train_step(run: Run, numbers: list[int], position: Position, meter: Meter) 
     accelerator, config = run.accelerator, run.config
     # Known to all from the rows themselves, so the loss is that of the global batch however it is split.
     num_rows = max(1, int(run.train.sizes.supervised[numbers].sum()))
+    is_single = position.step < config.align.single_step_share * run.total_steps
+    steps = 1 if is_single else config.align.steps
     shares = micro_batches(numbers, config.loop.batch_size, accelerator.num_processes, accelerator.process_index)
     for i, share in enumerate(shares):
         batch = _load(run, run.train, share)
         inputs = add_noise(batch, config.align.feature_noise, config.seed, position.epoch)
         is_last = i == len(shares) - 1
         with nullcontext() if is_last else accelerator.no_sync(run.model):
-            out = run.model(batch, num_rows, inputs)
+            out = run.model(batch, num_rows, inputs, steps)
             # Processes are averaged by the reduction; the loss is a sum over all of them.
             accelerator.backward(out.loss * accelerator.num_processes)
         meter.add(out, batch)

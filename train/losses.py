@@ -47,15 +47,18 @@ class Distillation(nn.Module):
         self.rows_per_chunk = rows_per_chunk
         self.precision = precision
 
-    def forward(self, batch: Batch, num_rows: float, inputs: Tensor | None = None) -> StepOutput:
+    def forward(
+        self, batch: Batch, num_rows: float, inputs: Tensor | None = None, steps: int | None = None
+    ) -> StepOutput:
         """Loss of `batch`, its sum over supervised rows divided by `num_rows`, those of the global batch.
 
         Args:
             inputs: [B, T, H] features to read instead of the batch's own, such as noisy ones; what is predicted stays.
+            steps: only so many align steps, the first ones.
         """
         read = batch.features if inputs is None else inputs
         with torch.autocast(read.device.type, self.precision, enabled=self.precision is not None):
-            outputs = self.draft.align(read[:, :-2], batch.tokens[:, 1:-1], steps=self.steps)
+            outputs = self.draft.align(read[:, :-2], batch.tokens[:, 1:-1], steps=steps or self.steps)
         places = batch.supervised[:, :-2].flatten().nonzero()[:, 0]
 
         def predicted(x: Tensor) -> Tensor:

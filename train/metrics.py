@@ -65,17 +65,20 @@ class Meter:
             alive,
             chains,
         ]
-        self.sums += torch.stack([column.double() for column in columns], -1)
+        # a step may have fewer align steps than the meter
+        self.sums[: len(alive)] += torch.stack([column.double() for column in columns], -1)
 
     def reset(self) -> None:
         self.sums.zero_()
 
 
 def summarise(sums: Tensor, weights: DistillWeights) -> Metrics:
-    """Means from a meter's sums [J, 8]."""
-    align = []
+    """Means from a meter's sums [J, 8], of the align steps that it has seen."""
+    align: list[AlignMetrics] = []
     for row in sums.tolist():
         named = dict(zip(_COLUMNS, row, strict=True))
+        if align and not named["rows"]:
+            break
         rows = max(named["rows"], 1.0)
         survival = named["alive"] / max(named["chains"], 1.0)
         means = {name: named[name] / rows for name in _COLUMNS[:5]}

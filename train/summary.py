@@ -1,5 +1,6 @@
 """What a run prints before its first step: what is frozen, tied and trained, how long it is, what it needs."""
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +45,7 @@ def describe(run: "Run", step: int) -> list[tuple[str, str]]:
                  f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
         ("batch", f"{run.global_batch_size} rows = {config.loop.batch_size} x {processes} processes x "
                   f"{config.loop.gradient_accumulation} accumulated{threads}"),
-        ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {config.align.steps} align steps each"),
+        ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {_align_steps(run)} each"),
         ("optimizer", f"{optimizer.name}, lr {rates}, {optimizer.schedule}; {config.loop.mixed_precision} autocast"),
         ("memory", f"about {training_bytes(run) / GB:.1f} GB per process beside the target"),
         ("folder", f"{run.folder}; a checkpoint every {config.loop.save_every} steps, {config.loop.keep} kept"),
@@ -66,6 +67,13 @@ def training_bytes(run: "Run") -> float:
     vocab = run.module.head.draft_weight.shape[0]
     logits = min(config.loop.rows_per_chunk, rows) * vocab * (2 * 4 + 2 * width)
     return float(weights + activations + logits)
+
+
+def _align_steps(run: "Run") -> str:
+    align = run.config.align
+    text = f"{align.steps} align steps"
+    single = math.ceil(align.single_step_share * run.total_steps)
+    return f"1 align step until step {single:,}, then {text}" if single else text
 
 
 def _trained(run: "Run") -> int:
