@@ -1,5 +1,6 @@
 """The command line. Every command parses, calls one function and prints; what it needs is imported when it runs."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train draft models for hybrid LLMs and decode with them, losslessly.",
 )
+
+benchmark = typer.Typer(no_args_is_help=True, help="What things cost on this machine.")
+app.add_typer(benchmark, name="benchmark")
 
 TargetOption = Annotated[str, typer.Option("--target", help="Built-in name, folder or hub id of the target.")]
 TreeOption = Annotated[
@@ -99,6 +103,108 @@ def evaluate(
             report = run(*models, prompt_set, tree=tree, baseline=baseline, repeats=repeats, on_prompt=show, **settings)
         Console().print(report.table())
         typer.echo(f"{report.save(out)}", err=True)
+
+
+@app.command()
+def doctor(
+    target: Annotated[str, typer.Argument(metavar="MODEL", help="Built-in name, folder or hub id.")],
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis here.")] = None,
+) -> None:
+    """Say what a target is and whether it can be relied on, in seconds; exit code 1 if not."""
+    from rich.console import Console
+
+    from draftwood.models.doctor import diagnose
+    from draftwood.models.target import open_target
+
+    diagnosis = diagnose(open_target(target, dtype, device))
+    if json_file is not None:
+        json_file.write_text(json.dumps(diagnosis.to_dict(), indent=2) + "\n", encoding="utf-8")
+    Console().print(diagnosis.table())
+    raise typer.Exit(0 if diagnosis.is_healthy else 1)
+
+
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Option(help="Folder for the prepared rows.")],
+    source: Annotated[str, typer.Option(help="`sharegpt`, or a file of conversations.")] = "sharegpt",
+    target: Annotated[str, typer.Option(help="Whose tokenizer and template.")] = "smollm2-135m",
+    max_length: Annotated[int, typer.Option(help="Tokens of a row; the rest is clipped.")] = 2048,
+    num_validation: Annotated[int, typer.Option(help="Rows held out.")] = 200,
+    limit: Annotated[int | None, typer.Option(help="Conversations to read; default: all.")] = None,
+    system: Annotated[str, typer.Option(help="System turns: keep, fold or drop.")] = "keep",
+    num_proc: Annotated[int, typer.Option(help="Processes.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
+) -> None:
+    """Turn conversations into training rows, every row accounted for."""
+    from rich.console import Console
+
+    from draftwood.models.target import load_tokenizer
+    from draftwood.train.prepare import prepare as run
+    from draftwood.train.turns import TurnPolicy
+
+    account = run(
+        source,
+        load_tokenizer(target),
+        out,
+        max_length=max_length,
+        num_validation=num_validation,
+        seed=seed,
+        policy=TurnPolicy(system=system),  # type: ignore[arg-type]
+        limit=limit,
+        num_proc=num_proc,
+    )
+    Console().print(account)
+
+
+@app.command()
+def distill(
+    config: Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value")] = None,
+) -> None:
+    """Train a draft in this process; `accelerate launch -m draftwood.train` does it in several."""
+    from draftwood.train.launch import main as launch
+
+    launch(["--config", config, *(overrides or [])])
+
+
+@benchmark.command("verify")
+def benchmark_verify(
+    shape: Annotated[str, typer.Option(help="smollm2, mambainllama-8b, nemotron-h-8b or tiny.")] = "smollm2",
+    nodes: Annotated[str, typer.Option(help="Tree sizes.")] = "1,5,13,32,64",
+    dtypes: Annotated[str, typer.Option(help="Of the model.")] = "float32,bfloat16",
+    context: Annotated[int, typer.Option(help="Tokens before the step.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 15,
+    graph: Annotated[bool, typer.Option(help="Chain and tree with fixed shapes, as CUDA graphs on a GPU.")] = False,
+    device: DeviceOption = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here.")] = None,
+) -> None:
+    """Time a tree step against an autoregressive one and the ways others verify, in one run."""
+    import torch
+    from rich.console import Console
+
+    from draftwood.decode.benchmark import SHAPES, benchmark_verify
+
+    if shape not in SHAPES:
+        raise ValueError(f"--shape {shape}: expected one of {', '.join(SHAPES)}")
+    with Console(stderr=True).status("") as status:
+        result = benchmark_verify(
+            SHAPES[shape],
+            nodes=tuple(int(n) for n in nodes.split(",")),
+            dtypes=tuple(getattr(torch, name) for name in dtypes.split(",")),
+            context=context,
+            repeats=repeats,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            graph=graph,
+            on_progress=status.update,
+        )
+    Console().print(result.table())
+    if json_file is not None:
+        result.save(json_file)
+    if plot is not None:
+        result.plot(plot)
 
 
 def _load(target: str, draft: Path | None, tree: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:

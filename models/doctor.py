@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from draftwood.models import gates
@@ -36,6 +37,17 @@ class Diagnosis:
     @property
     def is_healthy(self) -> bool:
         return all(finding.passed for finding in self.findings)
+
+    def table(self) -> Table:
+        table = Table(title=f"{self.facts['target']}: {'sound' if self.is_healthy else 'NOT SOUND'}", show_header=False)
+        for name, value in self.facts.items():
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+            table.add_row(name.replace("_", " "), text)
+        table.add_section()
+        for finding in self.findings:
+            mark = "[green]pass[/green]" if finding.passed else "[bold red]FAIL[/bold red]"
+            table.add_row(finding.name, f"{mark}  {finding.detail}")
+        return table
 
     def to_dict(self) -> dict[str, Any]:
         return {"healthy": self.is_healthy, "facts": self.facts, "findings": [asdict(f) for f in self.findings]}

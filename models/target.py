@@ -302,15 +302,31 @@ def load_target(
         ValueError: a model type or layer type that trees are not implemented for, or a gate that failed: features
             that do not reproduce the logits, or a cached forward of several tokens that this transformers gets wrong.
     """
-    if isinstance(model_or_path, PreTrainedModel):
-        target = Target(model_or_path)
-    else:
-        name = str(model_or_path)
-        path = str(assets.asset_path(name)) if assets.is_asset(name) else name
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=_dtype(dtype))
-        target = Target(model.to(_device(device)), AutoTokenizer.from_pretrained(path), name)
+    target = open_target(model_or_path, dtype, device)
     gates.check(target)
     return target
+
+
+def open_target(
+    model_or_path: PreTrainedModel | str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> Target:
+    """`load_target` without its gates, for a doctor."""
+    if isinstance(model_or_path, PreTrainedModel):
+        return Target(model_or_path)
+    model = AutoModelForCausalLM.from_pretrained(_source(model_or_path), dtype=_dtype(dtype))
+    return Target(model.to(_device(device)), load_tokenizer(model_or_path), str(model_or_path))
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a built-in asset, local folder or hub id."""
+    return AutoTokenizer.from_pretrained(_source(name_or_path))
+
+
+def _source(name_or_path: str | Path) -> str:
+    name = str(name_or_path)
+    return str(assets.asset_path(name)) if assets.is_asset(name) else name
 
 
 def _dtype(dtype: torch.dtype | str | None) -> Any:

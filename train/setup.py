@@ -11,15 +11,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftwood.configs.schema import RunConfig
 from draftwood.decode.prompts import PromptSet, prompts_from_rows
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights
-from draftwood.models.assets import asset_path, cache_root, is_asset
+from draftwood.models.assets import cache_root
 from draftwood.models.checkpoint import load_draft
 from draftwood.models.draft import EagleDraft
-from draftwood.models.target import Target, load_target
+from draftwood.models.target import Target, load_target, load_tokenizer
 from draftwood.train.batches import RowSizes, frequent_tokens
 from draftwood.train.features import FeatureError, FeatureSource, open_cache
 from draftwood.train.prepare import load_rows, prepare
@@ -48,7 +48,7 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = 
     """
     name = config.target.name
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(asset_path(name) if is_asset(name) else name)
+        tokenizer = load_tokenizer(name)
     data = config.data
     folder = (
         data.folder or cache_root() / "rows" / f"{Path(data.source).stem}-{Path(name).name}-{_settings_name(config)}"
