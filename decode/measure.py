@@ -53,16 +53,17 @@ class Journal:
             path.write_text(json.dumps(self.identity) + "\n", encoding="utf-8")
 
     def _read(self, path: Path) -> None:
-        first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # a last line without its end was being written when the run was stopped
+        first, *lines = whole.splitlines() or ["{}"]
         try:
-            if json.loads(first or "{}") != self.identity:
+            if json.loads(first) != self.identity:
                 return  # of another measurement: this one starts over
-            # a line without its end was being written when the run was stopped
-            complete = [json.loads(line) for line in lines if line.endswith("}")]
+            entries = [json.loads(line) for line in lines]
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not a journal of an evaluation ({error}); delete it to measure anew") from None
-        for entry in complete:
-            self.done[entry["prompt"]] = {way: Outcome.from_dict(o) for way, o in entry["outcomes"].items()}
+        self.done = {e["prompt"]: {way: Outcome.from_dict(o) for way, o in e["outcomes"].items()} for e in entries}
+        path.write_text(whole, encoding="utf-8")
 
     def add(self, number: int, outcomes: dict[str, Outcome]) -> None:
         self.done[number] = outcomes
