@@ -4,13 +4,14 @@ The rows of an optimizer step, its *global batch*, depend on (seed, epoch) and i
 share it: two processes with 4 rows each see what one process with 8 sees.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from draftwood.kernels.distill_loss import TeacherStatistics
@@ -18,6 +19,7 @@ from draftwood.train.rows import supervised_rows
 
 # Global batches among which rows are sorted by length: padding shrinks, and the order stays random on the whole.
 _SORTED_TOGETHER = 32
+_READ_TOGETHER = 256
 # A row shorter than this predicts nothing.
 _MIN_LENGTH = 3
 
@@ -27,6 +29,16 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+def each_row(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids [T] int64 and mask [T] bool of every row, in order; of a `Dataset` many at a time, ten times as fast."""
+    if not isinstance(rows, Dataset):
+        yield from (_ids_and_mask(rows[i]) for i in range(len(rows)))
+        return
+    for batch in rows.iter(_READ_TOGETHER):
+        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            yield _ids_and_mask({"input_ids": ids, "loss_mask": mask})
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,7 @@ class RowSizes:
     @classmethod
     def of(cls, rows: Rows) -> "RowSizes":
         digest, lengths, supervised = sha256(), [], []
-        for i in range(len(rows)):
-            ids, mask = _ids_and_mask(rows[i])
+        for ids, mask in each_row(rows):
             digest.update(len(ids).to_bytes(8, "little") + ids.numpy().astype("<i4").tobytes())
             lengths.append(len(ids))
             supervised.append(int(supervised_rows(mask).sum()))
@@ -57,8 +68,7 @@ def frequent_tokens(rows: Rows, size: int, vocab_size: int) -> Tensor:
     if size >= vocab_size:
         raise ValueError(f"draft.draft_vocab_size is {size}, the target has {vocab_size} tokens; leave it out for all")
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for i in range(len(rows)):
-        ids, mask = _ids_and_mask(rows[i])
+    for ids, mask in each_row(rows):
         counts += torch.bincount(ids[mask], minlength=vocab_size)
     return torch.sort(-counts, stable=True).indices[:size].sort().values
 

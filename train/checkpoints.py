@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def provenance(config: RunConfig, **facts: Any) -> dict[str, Any]:
     }
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -111,6 +113,7 @@ def _version(package: str) -> str | None:
         return None
 
 
+@cache
 def _git_commit() -> str | None:
     """The commit of the source tree, with `+changes` where it has uncommitted ones; None for an installed package."""
     here = Path(__file__).resolve().parent

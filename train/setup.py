@@ -20,7 +20,7 @@ from draftwood.models.assets import cache_root
 from draftwood.models.checkpoint import load_draft
 from draftwood.models.draft import EagleDraft
 from draftwood.models.target import Target, load_target, load_tokenizer
-from draftwood.train.batches import RowSizes, frequent_tokens
+from draftwood.train.batches import RowSizes, each_row, frequent_tokens
 from draftwood.train.features import FeatureError, FeatureSource, open_cache
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.turns import TurnPolicy
@@ -107,8 +107,8 @@ def limit_tokens(rows: Dataset, max_tokens: int | None) -> Dataset:
     if max_tokens is None:
         return rows
     total = 0
-    for i in range(len(rows)):
-        total += len(rows[i]["input_ids"])
+    for i, (ids, _) in enumerate(each_row(rows)):
+        total += len(ids)
         if total >= max_tokens:
             return rows.select(range(i + 1))
     return rows

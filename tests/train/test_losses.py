@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -12,7 +13,7 @@ from draftwood.configs.schema import OptimizerConfig
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights, distill_loss_reference, teacher_statistics
 from draftwood.models.draft import EagleDraft
 from draftwood.models.target import load_target
-from draftwood.train.batches import add_noise, collate, frequent_tokens, global_batches, micro_batches
+from draftwood.train.batches import RowSizes, add_noise, collate, frequent_tokens, global_batches, micro_batches
 from draftwood.train.losses import Distillation
 from draftwood.train.metrics import Meter, chain_survival, summarise
 from draftwood.train.optim import Optimizers, schedule
@@ -193,6 +194,16 @@ def test_batches_hold_rows_of_similar_length_in_another_order_each_epoch():
     assert padded < 1.1 * lengths.sum()
     assert batches != global_batches(lengths, 8, seed=0, epoch=1)
     assert batches != global_batches(lengths, 8, seed=1, epoch=0)
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 9, 5]])
+def test_a_dataset_reads_as_the_list_of_its_rows(lengths):
+    rows = rows_of(*("p" + "r" * (n - 1) for n in lengths))
+    table = Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows]).with_format("numpy")
+    ours, theirs = RowSizes.of(table), RowSizes.of(rows)
+    assert ours.digest == theirs.digest
+    assert ours.lengths.tolist() == theirs.lengths.tolist() == lengths
+    assert ours.supervised.tolist() == theirs.supervised.tolist() == [n - 2 for n in lengths]
 
 
 def test_the_draft_vocabulary_is_what_replies_say_most():
