@@ -113,8 +113,8 @@ def tree_delta_kernel(
         )  # fmt: skip
         pairs = in_rows[:, None] & in_rows[None, :]
         on_path = tl.load(ancestors + rows[:, None] * nodes + rows[None, :], mask=pairs, other=0) != 0
-        above_only = on_path & (rows[:, None] != rows[None, :])
-        system = tl.where(above_only, from_keys, 0.0)
+        # A node's own row is 0 until its level is solved: the diagonal adds nothing.
+        system = tl.where(on_path, from_keys, 0.0)
         level = tl.load(depth + rows, mask=in_rows, other=-1)
         solved = tl.zeros([BLOCK_N, BLOCK_V], ACC)
         for current in range(0, levels):
@@ -176,7 +176,8 @@ def tree_delta(
     key_heads, key_width = k.shape[2:]
     total = tables.path_values(g.double())
     o, u = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
-    BLOCK_N = block(nodes, MOST_NODES)
+    # A decay per channel takes its scores one channel at a time, in registers: fewer pairs fit.
+    BLOCK_N = block(nodes, MOST_NODES if g.ndim == 3 else MOST_NODES // 2)
     BLOCK_V = block(width, 32)
     launch(
         tree_delta_kernel,
@@ -195,7 +196,7 @@ def tree_delta(
         **{"levels": tables.max_depth + 1, "scale": scale, "PER_CHANNEL": g.ndim == 4, "ACC": accumulator(v.dtype)},
         **{"BLOCK_N": BLOCK_N, "BLOCK_K": block(key_width, 32), "BLOCK_V": BLOCK_V},
         # Pipelined loops would not leave room in shared memory.
-        **{"num_warps": (8 if BLOCK_N > 32 else 4) * (2 if g.ndim == 4 else 1), "num_stages": 1},
+        **{"num_warps": 8 if BLOCK_N > 32 else 4, "num_stages": 1},
     )
     return o, u
 

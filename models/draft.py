@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from draftwood.models.draft_state import DraftState
 from draftwood.models.harmony import harmonized_attention
-from draftwood.models.layers import DraftLayer, LayerShape
+from draftwood.models.layers import DraftLayer, LayerShape, RMSNorm
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -35,7 +35,13 @@ class EagleConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EagleConfig":
-        return cls(**{**values, "shape": LayerShape(**values["shape"])})
+        """Raises:
+        ValueError: a field this version does not know, so could not honour, or one that is missing.
+        """
+        try:
+            return cls(**{**values, "shape": LayerShape(**values["shape"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"the draft's config {values} is not one this version can honour: {error}") from None
 
 
 class EagleDraft(nn.Module):
@@ -58,9 +64,9 @@ class EagleDraft(nn.Module):
         self.fc = nn.Linear(2 * shape.hidden_dim, shape.hidden_dim, bias=config.fusion_bias)
         self.layers = nn.ModuleList(DraftLayer(shape, config.norms or i > 0) for i in range(config.num_layers))
         if config.norms:
-            self.embedding_norm = nn.RMSNorm(shape.hidden_dim, shape.norm_eps)
-            self.feature_norm = nn.RMSNorm(shape.hidden_dim, shape.norm_eps)
-            self.norm = nn.RMSNorm(shape.hidden_dim, shape.norm_eps)
+            self.embedding_norm = RMSNorm(shape.hidden_dim, shape.norm_eps)
+            self.feature_norm = RMSNorm(shape.hidden_dim, shape.norm_eps)
+            self.norm = RMSNorm(shape.hidden_dim, shape.norm_eps)
         self.register_buffer("draft_vocab", draft_vocab, persistent=draft_vocab is not None)
         self._head_rows: Tensor | None = None
 

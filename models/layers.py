@@ -20,6 +20,13 @@ class LayerShape:
     norm_eps: float = 1e-6
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's, in the dtype of its weight: under autocast the input is narrower, for which torch has no fused path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Projections and rotary positions; the scores are the caller's business."""
 
@@ -77,8 +84,8 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = FeedForward(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden_dim, shape.norm_eps) if input_norm else None
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_dim, shape.norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_dim, shape.norm_eps) if input_norm else None
+        self.post_attention_layernorm = RMSNorm(shape.hidden_dim, shape.norm_eps)
 
     def queries_keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(x if self.input_layernorm is None else self.input_layernorm(x), rotary)

@@ -171,6 +171,18 @@ def test_padding_nodes_are_never_read(backend):
     assert_close(states[0, 0], expected_states[0, 0], dtype)
 
 
+def test_padding_nodes_have_no_time_step(backend):
+    generator = torch.Generator().manual_seed(7)
+    device = device_of(backend)
+    inputs = cast(scan_inputs(generator, 1, 5, **SMALL), DTYPES[backend], device)
+    valid = torch.tensor([[True, True, False, True, False]], device=device)
+    tables = TreeTables.from_parents(torch.tensor([[-1, 0, 0, 1, 0]], device=device))
+    with use(backend):
+        _, replay = tree_scan(tables=tables, **inputs, valid=valid)
+    assert (replay.dt[~valid] == 0).all()
+    assert (replay.dt[valid] > 0).all()
+
+
 def test_a_junk_branch_changes_nothing(backend):
     generator = torch.Generator().manual_seed(8)
     parents = [-1, 0, 1, 0, 3, 1, 0]

@@ -1,5 +1,6 @@
 """EagleDraft: what it computes in training is what it computes in decoding."""
 
+import json
 import math
 
 import pytest
@@ -7,10 +8,12 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from trees import parent_lists
 
 import draftwood as dw
 from draftwood.models import harmony
+from draftwood.models.checkpoint import save_draft
 
 EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -154,11 +157,7 @@ def test_committed_rows_replace_drafted_ones():
 def test_only_the_drafts_own_weights_are_saved(tmp_path):
     vocab = torch.tensor([9, 3, 30, 4])
     draft = make_draft(draft_vocab=vocab)
-    from draftwood.models.checkpoint import save_draft
-
     save_draft(draft, tmp_path, {"note": "test"})
-    from safetensors.torch import load_file
-
     keys = set(load_file(tmp_path / "draft.safetensors"))
     assert keys == set(draft.state_dict()) and not any("embed" in key and "norm" not in key for key in keys)
     loaded = dw.load_draft(tmp_path, draft.target)
@@ -171,9 +170,30 @@ def test_only_the_drafts_own_weights_are_saved(tmp_path):
         torch.testing.assert_close(loaded.logits(predicted), full[..., [3, 4, 9, 30]])
 
 
-def test_a_draft_of_another_target_is_refused(tmp_path):
-    from draftwood.models.checkpoint import save_draft
+def test_a_config_field_that_would_be_ignored_is_refused(tmp_path):
+    save_draft(make_draft(), tmp_path)
+    description = json.loads((tmp_path / "draft.json").read_text())
+    description["config"]["shape"]["partial_rotary_factor"] = 0.5
+    (tmp_path / "draft.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match="partial_rotary_factor"):
+        dw.load_draft(tmp_path, tiny.target("bamba"))
 
+
+@pytest.mark.parametrize(("field", "value"), [("rope_theta", 20.0), ("norm_eps", 0.5)])
+def test_every_saved_field_of_the_shape_matters(field, value, tmp_path):
+    """What is saved is what runs: a changed field changes the output."""
+    draft = make_draft()
+    save_draft(draft, tmp_path)
+    description = json.loads((tmp_path / "draft.json").read_text())
+    description["config"]["shape"][field] = value
+    (tmp_path / "draft.json").write_text(json.dumps(description))
+    features, next_ids = rows_of(1, 6, 0)
+    with torch.no_grad():
+        changed = dw.load_draft(tmp_path, draft.target)(features, next_ids)[0]
+        assert not torch.allclose(changed, draft(features, next_ids)[0], atol=1e-3)
+
+
+def test_a_draft_of_another_target_is_refused(tmp_path):
     save_draft(make_draft("llama"), tmp_path)
     with pytest.raises(ValueError, match="model_type llama, but .* has qwen3"):
         dw.load_draft(tmp_path, tiny.target("qwen3"))
