@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import tiny_chat
+import tiny_run
 import torch
 
 import draftwood as dw
@@ -78,3 +79,64 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, folders, run)
     code, out, err = run("generate", "x", "--target", folders[0], *arguments)
     line = next(line for line in err.splitlines() if line.startswith("draftwood: "))
     assert code == 2 and out == "" and message in line and "Traceback" not in err
+
+
+def test_doctor_says_what_a_target_is(folders, run, tmp_path):
+    code, out, _ = run("doctor", folders[0], "--json", str(tmp_path / "doctor.json"))
+    diagnosis = json.loads((tmp_path / "doctor.json").read_text())
+    assert code == 0 and "pass" in out and "FAIL" not in out
+    assert diagnosis["healthy"] and len(diagnosis["findings"]) == 5
+
+
+def test_doctor_ends_with_1_for_a_sick_target(folders, run, monkeypatch):
+    from draftwood.models import doctor, gates
+
+    def wrong(target):
+        raise ValueError("head(features) differs")
+
+    monkeypatch.setattr(gates, "check_head", wrong)
+    assert doctor.gates is gates
+    code, out, _ = run("doctor", folders[0])
+    assert code == 1 and "NOT SOUND" in out and "head(features) differs" in out
+
+
+def test_prepare_then_distil_then_generate(run, tmp_path, monkeypatch):
+    tiny_run.make(tmp_path)
+    target, rows = str(tmp_path / "target"), str(tmp_path / "rows.jsonl")
+    code, out, _ = run(
+        *("prepare", "--source", rows, "--target", target, "--out", str(tmp_path / "rows")),
+        *("--max-length", "40", "--num-validation", "5", "--num-proc", "1"),
+    )
+    assert code == 0 and "29" in out
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(
+        f"name: small\noutput: {tmp_path}\ntarget: {{name: {target}}}\n"
+        f"data: {{source: {rows}, folder: {tmp_path / 'rows2'}, max_length: 40, num_validation: 5, num_proc: 1}}\n"
+        "loop: {mixed_precision: none}\n"
+    )
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    code, out, err = run("distill", str(recipe), "loop.max_steps=3", "loop.batch_size=4")
+    assert code == 0, err
+    best = out.strip().splitlines()[-1]
+    code, out, err = run("generate", "w1 w2", "--target", target, "--draft", best, "--max-new-tokens", "6")
+    assert code == 0 and "acceptance length" in err
+
+
+def test_a_wrong_override_is_one_line(run):
+    code, _, err = run("distill", "quickstart", "optimizer.lrr=1")
+    assert code == 2 and "did you mean" in err and "Traceback" not in err
+
+
+def test_benchmark_verify_writes_its_rows(run, tmp_path):
+    code, out, _ = run(
+        *("benchmark", "verify", "--shape", "tiny", "--nodes", "1,5", "--dtypes", "float32", "--repeats", "2"),
+        *("--context", "9", "--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")),
+    )
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert code == 0 and "unrolled" in out and (tmp_path / "b.png").stat().st_size > 1000
+    assert {row["method"] for row in rows} == {"autoregressive", "chain", "tree", "state_per_node", "unrolled"}
+    kept = {row["method"]: row["kept_bytes"] for row in rows if row["nodes"] == 5}
+    assert 0 < kept["tree"] < kept["state_per_node"] and kept["tree"] < kept["unrolled"]
+    assert all(row["ms"] > 0 and row["ratio_to_autoregressive"] > 0 and row["peak_mib"] > 0 for row in rows)
+    code, _, err = run("benchmark", "verify", "--shape", "huge")
+    assert code == 2 and "smollm2" in err
