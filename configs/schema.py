@@ -49,9 +49,7 @@ class FeaturesConfig(Section):
 
 class AlignConfig(Section):
     steps: int = Field(3, ge=1, le=8)
-    single_step_share: float = Field(
-        0.0, ge=0, le=1
-    )  # the first part of a run, with one align step (EAGLE, then HASS)
+    single_step_share: float = Field(0.0, ge=0, le=1)  # the first part of a run, with one align step (EAGLE, then HASS)
     feature_weight: float = Field(1.0, ge=0)
     ce_weight: float = Field(0.1, ge=0)
     topk_weight: float = Field(1.0, ge=0)
