@@ -20,7 +20,9 @@ def imported_folders(path):
         names = []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import in line {node.lineno}"
-            names = [f"{node.module}.{alias.name}" if node.module == "draftwood" else node.module]
+            names = [node.module]
+            if node.module == "draftwood":
+                names = [f"draftwood.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         for name in names:

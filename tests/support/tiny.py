@@ -31,13 +31,13 @@ _FAMILIES = {
         _ATTENTION, **_MAMBA2, num_hidden_layers=2, head_dim=8, mamba_d_ssm=64, mamba_n_groups=1, lm_head_multiplier=0.5
     ),
     "zamba2": dict(
-        _ATTENTION, num_hidden_layers=3, layers_block_type=["mamba", "mamba", "hybrid"], mamba_d_state=8, mamba_ngroups=2,
-        mamba_expand=2, n_mamba_heads=4, mamba_headdim=16, chunk_size=8, num_mem_blocks=1, adapter_rank=4,
-        use_shared_attention_adapter=False,
+        _ATTENTION, num_hidden_layers=3, layers_block_type=["mamba", "mamba", "hybrid"], mamba_d_state=8,
+        mamba_ngroups=2, mamba_expand=2, n_mamba_heads=4, mamba_headdim=16, chunk_size=8, num_mem_blocks=1,
+        adapter_rank=4, use_shared_attention_adapter=False,
     ),
     "nemotron_h": dict(
-        _ATTENTION, num_hidden_layers=3, hybrid_override_pattern="M*-", mamba_num_heads=4, mamba_head_dim=16, n_groups=2,
-        ssm_state_size=8, expand=2, chunk_size=8, head_dim=8,
+        _ATTENTION, num_hidden_layers=3, hybrid_override_pattern="M*-", mamba_num_heads=4, mamba_head_dim=16,
+        n_groups=2, ssm_state_size=8, expand=2, chunk_size=8, head_dim=8,
     ),
     "qwen3_next": dict(
         _ATTENTION, **_DELTA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
@@ -54,8 +54,9 @@ _FAMILIES = {
     "mamba": _MAMBA1,
     "falcon_mamba": _MAMBA1,
     "jamba": dict(
-        _ATTENTION, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, mamba_d_state=4,
-        expert_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=4,
+        _ATTENTION, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+        mamba_d_state=4, expert_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_conv=4, mamba_expand=2,
+        mamba_dt_rank=4,
     ),
 }  # fmt: skip
 _EAGER = {"mamba2", "mamba", "falcon_mamba"}  # transformers has no SDPA for models without attention
