@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftwood.models.draft_state import DraftState
 from draftwood.models.harmony import harmonized_attention
 from draftwood.models.layers import DraftLayer, LayerShape, RMSNorm
-from draftwood.models.skinny import SkinnyLinear, few_rows, skinny_linear
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -61,7 +61,7 @@ class EagleDraft(nn.Module):
             raise ValueError(f"the draft's hidden width is {shape.hidden_dim}, the target's {target.hidden_dim}")
         self.config = config
         self._target = (target,)  # in a tuple, so that the target's modules are not the draft's
-        self.fc = SkinnyLinear(2 * shape.hidden_dim, shape.hidden_dim, bias=config.fusion_bias)
+        self.fc = nn.Linear(2 * shape.hidden_dim, shape.hidden_dim, bias=config.fusion_bias)
         self.layers = nn.ModuleList(DraftLayer(shape, config.norms or i > 0) for i in range(config.num_layers))
         if config.norms:
             self.embedding_norm = RMSNorm(shape.hidden_dim, shape.norm_eps)
@@ -165,12 +165,11 @@ class EagleDraft(nn.Module):
         state.num_nodes = 0
 
     def _run(self, state: DraftState, features: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        with few_rows():
-            x = self._fuse(features, self.target.embed(ids))
-            for index, layer in enumerate(self.decoder_layers):
-                q, k, v = layer.queries_keys_values(x, layer.self_attn.rotary(positions))
-                x = layer.finish(x, state.attend(index, q, k, v, mask))
-            return self._output(x)
+        x = self._fuse(features, self.target.embed(ids))
+        for index, layer in enumerate(self.decoder_layers):
+            q, k, v = layer.queries_keys_values(x, layer.self_attn.rotary(positions))
+            x = layer.finish(x, state.attend(index, q, k, v, mask))
+        return self._output(x)
 
     def align(self, features: Tensor, next_ids: Tensor, steps: int = 3) -> list[Tensor]:
         """Training form: predicted features of align steps 1 to `steps`, each [B, T, H].
@@ -217,7 +216,7 @@ class EagleDraft(nn.Module):
     def logits(self, predicted: Tensor) -> Tensor:
         """Logits [..., Vd] of predicted features [..., H], by the target's head over the draft vocabulary."""
         weight = self.head_weight
-        return skinny_linear(predicted.to(weight.dtype), weight) * self.target.logit_scale
+        return F.linear(predicted.to(weight.dtype), weight) * self.target.logit_scale
 
 
 def _shape_of(target: "Target") -> LayerShape:

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftwood.models.skinny import SkinnyLinear
-
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -36,10 +34,10 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         width, key_width = shape.num_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = SkinnyLinear(shape.hidden_dim, width, bias=False)
-        self.k_proj = SkinnyLinear(shape.hidden_dim, key_width, bias=False)
-        self.v_proj = SkinnyLinear(shape.hidden_dim, key_width, bias=False)
-        self.o_proj = SkinnyLinear(width, shape.hidden_dim, bias=False)
+        self.q_proj = nn.Linear(shape.hidden_dim, width, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_dim, key_width, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_dim, key_width, bias=False)
+        self.o_proj = nn.Linear(width, shape.hidden_dim, bias=False)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [B or 1, 1, t, Dh] float32, at `positions` [B or 1, t]."""
@@ -68,9 +66,9 @@ def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class FeedForward(nn.Module):
     def __init__(self, shape: LayerShape):
         super().__init__()
-        self.gate_proj = SkinnyLinear(shape.hidden_dim, shape.intermediate_dim, bias=False)
-        self.up_proj = SkinnyLinear(shape.hidden_dim, shape.intermediate_dim, bias=False)
-        self.down_proj = SkinnyLinear(shape.intermediate_dim, shape.hidden_dim, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_dim, shape.intermediate_dim, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_dim, shape.intermediate_dim, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_dim, shape.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

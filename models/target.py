@@ -18,7 +18,6 @@ from draftwood.kernels.tables import TreeTables
 from draftwood.models import assets, gates, seam
 from draftwood.models.cache import DecodeCache, merge_rows
 from draftwood.models.families import family_of, modeling_module
-from draftwood.models.skinny import few_rows, use_skinny_linears
 from draftwood.models.state import DecodeState, accepted_columns, attention_mask, check_paths
 from draftwood.models.tree import Tree
 
@@ -58,7 +57,6 @@ class Target:
                 "attn_implementation='sdpa' ('eager' works too, slowly)"
             )
         self._takes_mask = self.family.has_attention and attention == "eager"
-        use_skinny_linears(model)
         self.operators = seam.OPERATORS
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path or model.config.model_type
@@ -110,8 +108,7 @@ class Target:
 
     def head(self, features: Tensor) -> Tensor:
         """Logits [..., V] of features [..., H], with the model's own scale."""
-        with few_rows():
-            return self.family.scaled(self.config, self._head(features))
+        return self.family.scaled(self.config, self._head(features))
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -229,7 +226,7 @@ class Target:
             start: key/value column of the root; lengths: [B] int64 committed tokens.
             tokens: [B, n] int64; valid: [B, n] bool, None where no node is padding.
         """
-        with few_rows(), seam.tree_forward(seam.TreeForward(tables, valid, lengths, cache, self.operators)):
+        with seam.tree_forward(seam.TreeForward(tables, valid, lengths, cache, self.operators)):
             mask = None
             if self.family.has_attention:
                 # SDPA attention is replaced and reads no mask, but transformers would build one if it got none
