@@ -27,7 +27,7 @@ def resolve_tree(spec: TreeSpec) -> Tree | DynamicTree:
     if spec is None or spec == "dynamic":
         return DynamicTree()
     if match := re.fullmatch(r"dynamic-([1-9]\d{0,3})", spec):
-        return DynamicTree(budget=int(match[1]))
+        return DynamicTree.of_budget(int(match[1]))
     return tree_preset(spec)
 
 

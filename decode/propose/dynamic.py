@@ -32,6 +32,12 @@ class DynamicTree:
     levels: int = 6
     budget: int = 60
 
+    @classmethod
+    def of_budget(cls, budget: int) -> "DynamicTree":
+        """Settings that go with a budget: a small tree needs neither 10 children nor 6 draft forwards."""
+        width = max(2, min(10, budget // 2))
+        return cls(top_k=width, frontier=width, levels=min(6, 1 + budget.bit_length()), budget=budget)
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:

@@ -184,3 +184,11 @@ def test_more_children_than_the_draft_has_tokens_is_refused(drafting):
     draft, prompts, _ = drafting
     with pytest.raises(ValueError, match="62 children"):
         propose(start(draft, prompts, dw.Tree.from_parents([-1, *[0] * 62])))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 8, 16, 60, 200])
+def test_settings_of_a_budget_can_fill_it(budget):
+    settings = resolve_tree(f"dynamic-{budget}")
+    candidates = settings.top_k + (settings.levels - 1) * settings.frontier * settings.top_k
+    assert settings.budget == budget and candidates >= budget
+    assert settings.levels <= 6 and settings.top_k <= 10
