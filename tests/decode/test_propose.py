@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import draftwood as dw
-from draftwood.decode.propose import DynamicTree, make_proposer
+from draftwood.decode.propose import DynamicTree, make_proposer, resolve_tree
 from draftwood.decode.propose.dynamic import rerank
 
 LENGTHS = [5, 3]
