@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Protocol, TypeVar
 
+import torch
+
 from draftwood.train.conversations import RowError
 from draftwood.train.rows import Row, RowBuilder
 from draftwood.train.turns import Message
@@ -32,9 +34,8 @@ def map_rows(build: RowBuilder, items: Iterable[Item], num_proc: int) -> Iterato
         for item in items:
             yield item, _attempt(build, item.messages)
         return
-    # Forked workers start at once and inherit the tokenizer; where there is no fork it is pickled.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    context = multiprocessing.get_context(method)
+    # Not forked: a target that has run leaves OpenMP threads behind, and a forked child waits for them for ever.
+    context = multiprocessing.get_context("spawn")
     remaining = iter(items)
     with _single_threaded_tokenizers(), context.Pool(num_proc, _start_worker, (build,)) as pool:
         while window := list(islice(remaining, WINDOW)):
@@ -44,6 +45,7 @@ def map_rows(build: RowBuilder, items: Iterable[Item], num_proc: int) -> Iterato
 
 def _start_worker(build: RowBuilder) -> None:
     global _worker_build
+    torch.set_num_threads(1)
     _worker_build = build
 
 

@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -256,3 +258,21 @@ def test_an_account_whose_parts_do_not_add_up_fails():
     account = RowAccount("data", num_rows=3)
     with pytest.raises(AssertionError, match="0 kept and 0 dropped are not the 3 rows"):
         account.check()
+
+
+def test_worker_processes_end_although_the_parent_has_run_a_model(tmp_path):
+    """A target that was loaded first leaves OpenMP threads behind; workers must not wait for them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from types import SimpleNamespace\n"
+        "import torch\n"
+        "from draftwood.train.parallel import map_rows\n"
+        "def build(messages):\n"
+        "    return float(torch.ones(300_000).exp().mean())\n"
+        "if __name__ == '__main__':\n"
+        "    torch.set_num_threads(2)\n"
+        "    build(None)\n"
+        "    print(len(list(map_rows(build, [SimpleNamespace(messages=[])] * 9, 2))))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], check=True, timeout=100, capture_output=True, text=True)
+    assert done.stdout.split() == ["9"]
