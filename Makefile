@@ -25,10 +25,10 @@ quickstart: setup  ## the main job on real weights and data: distil a draft, mea
 	$(PY) scripts/run_quickstart.py
 
 test: setup  ## the fast tests
-	$(PY) -m pytest -q -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto -m "not slow and not gpu"
 
 test-slow: setup  ## the tests that take minutes
-	$(PY) -m pytest -q -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "slow and not gpu"
 
 test-gpu: setup  ## the tests that need a GPU
 	$(PY) -m pytest -q -m gpu
@@ -47,11 +47,11 @@ types:  ## the tree of links that type checkers read the package from
 	@for folder in configs decode kernels models train; do ln -s ../../../$$folder build/types/draftwood/$$folder; done
 	@for file in draftwood/*.py draftwood/py.typed; do ln -s ../../../$$file build/types/draftwood/; done
 
-golden: setup  ## rewrite the golden losses in tests/golden
-	$(PY) -m pytest -q tests/train/test_golden.py --write-golden
+golden: setup  ## write the golden losses anew
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/train/test_golden.py --write-golden
 
-bench: setup  ## the benchmarks, as tables
-	$(VENV)/bin/draftwood benchmark --help
+bench: setup  ## what a decode step costs on this machine, as a table
+	$(VENV)/bin/draftwood benchmark verify
 
 wheel: setup  ## build the wheel into dist/
 	rm -rf build/lib dist && $(VENV)/bin/pip wheel --quiet --no-deps -w dist .

@@ -6,11 +6,11 @@ commit; `unrolled` gives each root-to-leaf path a row of the batch, each with it
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class VerifyBenchmark:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def table(self) -> Table:
-        table = Table("method", "dtype", "nodes", "ms", "x autoregressive", "peak MiB", "kept KiB until commit")
+        table = Table("method", "dtype", "nodes", "ms", "ratio", "peak MiB", "kept KiB")
         for row in self.rows:
             kept = f"{row.kept_bytes / 1024:,.0f}"
             ratio = f"{row.ratio_to_autoregressive:.2f}"
@@ -205,6 +205,32 @@ def benchmark_verify(
         },
         rows,
     )
+
+
+def step_benchmarks(
+    device: torch.device, is_smoke: bool, deadline: float
+) -> Iterator[tuple[str, bool, VerifyBenchmark]]:
+    """Whole decode steps at 8B layer shapes in bfloat16, eager and captured, until `deadline` of the monotonic clock.
+
+    A smoke run takes the tiny shape in float32.
+
+    Yields:
+        The shape's name, whether verify and commit were captured, and the figures.
+    """
+    methods = ("autoregressive", "chain", "tree")
+    for name in ("tiny",) if is_smoke else ("mambainllama-8b", "nemotron-h-8b"):
+        for graph in (False, True):
+            if monotonic() < deadline:
+                dtype = torch.float32 if is_smoke else torch.bfloat16
+                options: dict[str, Any] = dict(nodes=(13, 64), dtypes=(dtype,), context=64 if is_smoke else 1024)
+                repeats = 1 if is_smoke else 20
+                yield (
+                    name,
+                    graph,
+                    benchmark_verify(
+                        SHAPES[name], **options, repeats=repeats, device=device, graph=graph, methods=methods
+                    ),
+                )
 
 
 @dataclass(frozen=True)

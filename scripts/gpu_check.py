@@ -25,7 +25,9 @@ def main() -> int:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     # triton reads the variable once, when it is imported.
     import torch
+    from rich.console import Console
 
+    from draftwood.decode.benchmark import step_benchmarks
     from draftwood.kernels import gpu_bench
 
     if not arguments.smoke and not torch.cuda.is_available():
@@ -47,9 +49,13 @@ def main() -> int:
         figures = (timing.graph_us, timing.eager_us, timing.torch_us, timing.bytes_us)
         numbers = "".join(f"{'-':>9}" if figure is None else f"{figure:9.1f}" for figure in figures)
         print(f"{timing.name:36}{timing.nodes:5}{numbers}  {timing.note}", flush=True)
+    steps = []
+    for shape_name, graph, result in step_benchmarks(device, arguments.smoke, start + BUDGET_S):
+        Console().print(f"{shape_name}, {'captured as a graph' if graph else 'eager'}", result.table())
+        steps.append({"shape": shape_name, "graph": graph, **dataclasses.asdict(result)})
     if arguments.json:
         rows = {"checks": checks, "timings": timings}
-        results = {key: [dataclasses.asdict(row) for row in value] for key, value in rows.items()}
+        results = {key: [dataclasses.asdict(row) for row in value] for key, value in rows.items()} | {"steps": steps}
         arguments.json.write_text(json.dumps({"device": name, **results}, indent=1) + "\n")
     return 0 if all(check.passed for check in checks) else 1
 

@@ -5,3 +5,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-golden", action="store_true", help="write tests/golden anew instead of comparing")

@@ -222,3 +222,24 @@ def test_a_cached_forward_that_drops_the_state_is_refused(monkeypatch):
     monkeypatch.setattr(DecodeCache, "get_recurrent_state", lambda self, layer_idx, state_idx=0: None)
     with pytest.raises(ValueError, match="several tokens with the cache differs"):
         dw.load_target(tiny.build("bamba"))
+
+
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_eager_attention_takes_the_tree_as_a_mask(family):
+    model = tiny.build(family)
+    model.set_attn_implementation("eager")
+    target = dw.load_target(model)
+    forest, tokens = [[-1, 0, 0, 1, 3], [-1, 0, 1]], tiny.prompt_ids((2, 5), 1)
+    prompts = tiny.prompt_ids((2, 4))
+    state = target.prefill(prompts)
+    logits = target.verify(state, tokens, dw.Tree.from_parents(forest)).logits
+    for row, parents in enumerate(forest):
+        want = path_logits(model, prompts[row], tokens[row], parents)
+        assert relative(logits[row, : len(parents)], want) < 2e-5
+
+
+def test_attention_that_takes_no_mask_is_refused():
+    model = tiny.build("llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' takes no tree mask"):
+        dw.load_target(model)
