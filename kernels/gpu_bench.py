@@ -232,7 +232,7 @@ def _mamba_ssm(inputs: Inputs, nodes: int) -> Timing:
     except Exception as error:  # its released wheel raises more than ImportError without its compiled part
         return Timing(name, nodes, None, None, None, None, f"does not import: {str(error)[:100]}")
     arguments = [inputs[key] for key in ("x", "dt", "A", "B", "C")]
-    shared = {"D": inputs["D"], "dt_bias": inputs["dt_bias"], "dt_softplus": True}
+    shared: dict[str, Any] = {"D": inputs["D"], "dt_bias": inputs["dt_bias"], "dt_softplus": True}
 
     def call() -> Any:
         return mamba_chunk_scan_combined(
