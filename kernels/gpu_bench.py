@@ -231,12 +231,16 @@ def _mamba_ssm(inputs: Inputs, nodes: int) -> Timing:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except Exception as error:  # its released wheel raises more than ImportError without its compiled part
         return Timing(name, nodes, None, None, None, None, f"does not import: {str(error)[:100]}")
-    arguments = [inputs[key] for key in ("x", "dt", "A", "B", "C")]
+    arguments: Inputs = {key: inputs[key] for key in ("x", "dt", "A", "B", "C")}
     shared: dict[str, Any] = {"D": inputs["D"], "dt_bias": inputs["dt_bias"], "dt_softplus": True}
 
     def call() -> Any:
         return mamba_chunk_scan_combined(
-            *arguments, chunk_size=64, initial_states=inputs["initial_state"], return_final_states=True, **shared
+            *arguments.values(),
+            chunk_size=64,
+            initial_states=inputs["initial_state"],
+            return_final_states=True,
+            **shared,
         )
 
     device = inputs["x"].device
@@ -244,7 +248,7 @@ def _mamba_ssm(inputs: Inputs, nodes: int) -> Timing:
     try:
         theirs, their_state = call()
         with use("triton"):
-            ours, replay = tree_scan(*arguments, chain, initial_state=inputs["initial_state"], **shared)
+            ours, replay = tree_scan(**arguments, tables=chain, initial_state=inputs["initial_state"], **shared)
         our_state = replay.advance(inputs["initial_state"], chain, torch.full((len(ours),), nodes - 1, device=device))
         pairs = ((ours, theirs), (our_state, their_state))
         errors = [((a - b).float().abs().max() / b.float().abs().max()).item() for a, b in pairs]
