@@ -35,7 +35,7 @@ def test_unknown_tree_is_refused_with_the_nearest_name():
 
 def test_names_of_dynamic_trees_resolve():
     assert resolve_tree("dynamic") == resolve_tree(None) == DynamicTree()
-    assert resolve_tree("dynamic-16") == DynamicTree(budget=16)
+    assert resolve_tree("dynamic-16") == DynamicTree.of_budget(16)
     with pytest.raises(ValueError, match="top_k is 0"):
         DynamicTree(top_k=0)
 
