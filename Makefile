@@ -10,7 +10,8 @@ export WANDB_MODE ?= offline
 
 $(VENV)/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet -r requirements.lock
+	@echo "installing the pinned packages into $(VENV): a few minutes"
+	$(VENV)/bin/pip install -r requirements.lock
 	$(VENV)/bin/pip install --quiet --no-deps -e .
 	touch $@
 
