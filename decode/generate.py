@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwood.decode.propose import Proposer, TreeSpec, make_proposer
+from draftwood.decode.sampled import verify_drawn
 from draftwood.decode.stats import ForwardStats, RowStats
 from draftwood.decode.verify import Acceptance, Sampling, verify_greedy, verify_sampled
 
@@ -85,7 +86,8 @@ def stream(
         temperature: 0 for greedy.
         top_k: keep so many tokens of the target's distribution; None: all.
         top_p: keep the likeliest tokens that make up this much of it; None: all.
-        tree: what the draft fills: a `Tree`, a preset's name, "dynamic", `DynamicTree(...)`; None: "dynamic".
+        tree: what the draft fills: a `Tree`, a preset's name, "dynamic", `DynamicTree(...)`; None: "dynamic". Or,
+            at a temperature above 0, "sampled-3x4", `SampledTree(...)`.
         seed: of the sampling; None: torch's global generator.
         eos_token_ids: tokens that end a row; None: the target's own; []: none.
 
@@ -98,7 +100,8 @@ def stream(
     ends = {eos_token_ids} if isinstance(eos_token_ids, int) else set(eos_token_ids)
     generator = None if seed is None else torch.Generator(target.device).manual_seed(seed)
     sampling = Sampling(temperature, top_k, top_p)
-    decoding = _Decoding(target, make_proposer(draft, tree), max_new_tokens, sampling, generator, ends)
+    proposer = make_proposer(draft, tree, temperature, generator)
+    decoding = _Decoding(target, proposer, max_new_tokens, sampling, generator, ends)
     return _blocks(decoding, input_ids.to(target.device), attention_mask)
 
 
@@ -188,6 +191,8 @@ class _Decoding:
             out = self.target.verify(self.state, tokens, proposal.tree)
             if self.sampling.is_greedy:
                 kept = verify_greedy(out.logits, tokens, proposal.tree)
+            elif proposal.draws is not None:
+                kept = verify_drawn(out.logits, tokens, proposal.tree, proposal.draws, self.sampling, self.generator)
             else:
                 kept = verify_sampled(out.logits, tokens, proposal.tree, self.sampling, self.generator)
         marks.append(perf_counter())

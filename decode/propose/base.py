@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from draftwood.decode.sampled import Draws
 from draftwood.decode.tree import Tree
 
 if TYPE_CHECKING:
@@ -16,15 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A token tree. `tokens` [B, n] int64 are the tokens at its nodes; node 0 is the root token."""
+    """A token tree.
+
+    Attributes:
+        tokens: [B, n] int64, the tokens at its nodes; node 0 is the root token.
+        tree: shared, or one per row.
+        draws: what the children were drawn from; None where they were chosen without chance.
+    """
 
     tokens: Tensor
     tree: Tree
+    draws: Draws | None = None
 
 
 @runtime_checkable
 class Proposer(Protocol):
-    """A drafting strategy. Children must be chosen without chance: the acceptance rule relies on it.
+    """A drafting strategy. Children are chosen without chance, or drawn and proposed with their `draws`: the
+    acceptance rule relies on it.
 
     `max_length` is the number of tokens of context beyond which it must not be asked; None: there is no such bound.
     """
