@@ -207,6 +207,47 @@ def benchmark_verify(
         result.plot(plot)
 
 
+@benchmark.command("distill")
+def benchmark_distill(
+    shape: Annotated[str, typer.Option(help="smollm2 or tiny.")] = "smollm2",
+    align: Annotated[str, typer.Option(help="Numbers of align steps, 1 among them.")] = "1,2,3,4,5",
+    sources: Annotated[
+        str, typer.Option(help="none: features given; cached: read and collated; online: by a target forward.")
+    ] = "none,cached,online",
+    dtype: Annotated[str, typer.Option(help="bf16 (autocast) or float32.")] = "bf16",
+    batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 2,
+    length: Annotated[int, typer.Option(help="Rows of the draft in each, all supervised.")] = 512,
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
+    device: DeviceOption = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Time a training step as align steps are added, with and without getting the features, in one run."""
+    import torch
+    from rich.console import Console
+
+    from draftwood.train.benchmark import PRECISIONS, SHAPES, benchmark_distill
+
+    if shape not in SHAPES:
+        raise ValueError(f"--shape {shape}: expected one of {', '.join(SHAPES)}")
+    if dtype not in PRECISIONS:
+        raise ValueError(f"--dtype {dtype}: expected one of {', '.join(PRECISIONS)}")
+    with Console(stderr=True).status("") as status:
+        result = benchmark_distill(
+            SHAPES[shape],
+            align=tuple(int(n) for n in align.split(",")),
+            sources=tuple(sources.split(",")),
+            precision=PRECISIONS[dtype],
+            batch_size=batch,
+            length=length,
+            repeats=repeats,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            on_progress=status.update,
+        )
+    Console().print(result.table())
+    if json_file is not None:
+        result.save(json_file)
+
+
 def _load(target: str, draft: Path | None, tree: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:
     """Target and draft; the tree's name is checked first, because loading takes longer."""
     from draftwood.decode.propose import resolve_tree
