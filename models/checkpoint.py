@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from draftwood.models.draft import EagleConfig, EagleDraft
@@ -44,15 +45,26 @@ def load_draft(path: str | Path, target: "Target") -> EagleDraft:
     for name in (_DESCRIPTION, _WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder}: no {name}; expected a folder that `draftwood distill` wrote")
-    description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+    try:
+        description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+        weights = load_file(folder / _WEIGHTS)
+    except (json.JSONDecodeError, SafetensorError) as error:
+        raise ValueError(f"{folder}: damaged draft checkpoint ({error}); take another or train it anew") from None
     if description.get("format") != FORMAT or description.get("kind") != EagleDraft.kind:
         raise ValueError(
             f"{folder / _DESCRIPTION}: format {description.get('format')}, kind {description.get('kind')!r}; this "
             f"version reads format {FORMAT}, kind '{EagleDraft.kind}'"
         )
+    for key in ("target", "config"):
+        if key not in description:
+            raise ValueError(f"{folder / _DESCRIPTION}: no '{key}'; this is not a draft checkpoint")
     _check_target(folder, description["target"], _describe(target))
-    weights = load_file(folder / _WEIGHTS)
     draft = EagleDraft(EagleConfig.from_dict(description["config"]), target, weights.get("draft_vocab"))
+    for name, parameter in draft.state_dict().items():
+        if name in weights and weights[name].shape != parameter.shape:
+            raise ValueError(
+                f"{folder / _WEIGHTS}: {name} is {list(weights[name].shape)}, by draft.json {list(parameter.shape)}"
+            )
     missing, unexpected = draft.load_state_dict(weights, strict=False)
     if missing or unexpected:
         raise ValueError(f"{folder / _WEIGHTS}: lacks {missing or 'nothing'}, has unknown {unexpected or 'nothing'}")

@@ -68,7 +68,7 @@ class EagleDraft(nn.Module):
             self.feature_norm = RMSNorm(shape.hidden_dim, shape.norm_eps)
             self.norm = RMSNorm(shape.hidden_dim, shape.norm_eps)
         self.register_buffer("draft_vocab", draft_vocab, persistent=draft_vocab is not None)
-        self._head_rows: Tensor | None = None
+        self._head_rows: tuple[tuple[int, int], Tensor] | None = None
 
     @classmethod
     def from_target(
@@ -209,9 +209,10 @@ class EagleDraft(nn.Module):
         weight = self.target.head_weight
         if self.draft_vocab is None:
             return weight
-        if self._head_rows is None or self._head_rows.device != weight.device:
-            self._head_rows = weight[self.draft_vocab]
-        return self._head_rows
+        version = (weight.data_ptr(), weight._version)
+        if self._head_rows is None or self._head_rows[0] != version:
+            self._head_rows = (version, weight[self.draft_vocab])
+        return self._head_rows[1]
 
     def logits(self, predicted: Tensor) -> Tensor:
         """Logits [..., Vd] of predicted features [..., H], by the target's head over the draft vocabulary."""

@@ -92,6 +92,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# transformers picks their frequencies for a whole forward from its largest position, so a deep node, or a longer row of
+# the batch, would change what a shallow node computes.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def check_rope(config: PreTrainedConfig) -> None:
+    """Raises:
+    ValueError: rotary positions whose frequencies depend on the length of the sequence.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in _LENGTH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"rotary positions of type '{kind}' depend on the longest position of a forward, so a tree, or a row of a "
+            "ragged batch, would change the others; load the model with rope_type default, linear, llama3 or yarn"
+        )
+
+
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """The kind of each layer, in transformers' own spelling."""
     return list(get_layer_types_and_kwargs(config)[0])
@@ -121,5 +139,8 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def modeling_module(model: object) -> ModuleType:
-    """The transformers module that defines the model's class."""
+    """The transformers module that defines the model's class, or the class it is derived from."""
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith("transformers.models."):
+            return sys.modules[kind.__module__]
     return sys.modules[type(model).__module__]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -81,7 +82,8 @@ def install_attention() -> None:
 def _wrap(original: Operator, name: str) -> Operator:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        forward = _active.get()
+        # A compiled forward of the model is none over a tree, and a ContextVar cannot be traced.
+        forward = None if torch.compiler.is_compiling() else _active.get()
         return original(*args, **kwargs) if forward is None else forward.operators[name](forward, *args, **kwargs)
 
     function.without_tree = original  # type: ignore[attr-defined]

@@ -107,10 +107,12 @@ def check_paths(paths: Sequence[Sequence[int]], tree: Tree, batch_size: int) -> 
     if len(paths) != batch_size:
         raise ValueError(f"commit needs one path per row: the state has {batch_size} rows, got {len(paths)} paths")
     for row, path in enumerate(paths):
-        parents = tree.rows[row if tree.num_rows > 1 else 0]
+        own = row if tree.num_rows > 1 else 0
+        parents = tree.rows[own]
         above = -1
         for node in path:
-            if not 0 <= node < len(parents) or parents[node] != above:
+            is_node = 0 <= node < len(parents) and bool(tree.valid[own, node])
+            if not is_node or parents[node] != above:
                 raise ValueError(
                     f"row {row}: path {list(path)} is not a path of the tree: node {node} is not a child of "
                     f"{'nothing (the root is node 0)' if above < 0 else f'node {above}'}"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from draftwood.kernels.tables import TreeTables
 from draftwood.models import assets, gates, seam
 from draftwood.models.cache import DecodeCache, merge_rows
-from draftwood.models.families import family_of, modeling_module
+from draftwood.models.families import check_rope, family_of, modeling_module
 from draftwood.models.state import DecodeState, accepted_columns, attention_mask, check_paths
 from draftwood.models.tree import Tree
 
@@ -48,7 +48,7 @@ class Target:
         seam.install(modeling_module(model), self.family.functions)
         if self.family.prepare is not None:
             self.family.prepare(model)
-        self.model = model.eval().requires_grad_(False)
+        check_rope(model.config)
         seam.install_attention()
         attention = model.config.get_text_config()._attn_implementation
         if self.family.has_attention and attention not in ("sdpa", "eager"):
@@ -64,6 +64,8 @@ class Target:
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ValueError(f"{self.name}: the output head is {head}, expected a linear layer without bias")
+        # last, so that a model that is refused stays as it was
+        self.model: PreTrainedModel = model.eval().requires_grad_(False)
         self._head: nn.Linear = head
         self._embeddings: nn.Module = model.get_input_embeddings()
         self._backbone: nn.Module = model.base_model
@@ -141,7 +143,7 @@ class Target:
             raise ValueError(f"prefill expects input_ids [B, T] with T >= 1, got {list(input_ids.shape)}")
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; expected at least 1")
-        input_ids = input_ids.to(self.device)
+        input_ids = input_ids.to(self.device, torch.int64)
         if attention_mask is None:
             lengths = [input_ids.shape[1]] * input_ids.shape[0]
             rows = list(input_ids)
@@ -296,7 +298,8 @@ def load_target(
 
     Args:
         dtype: torch dtype or its name; None keeps what the checkpoint is saved in.
-        device: None takes the first GPU where there is one, else the CPU. A model object stays where it is.
+        device: None takes the first GPU where there is one, else the CPU. A model object stays in its dtype and where
+            it is; it is put into eval mode and its parameters are frozen.
 
     Raises:
         ValueError: a model type or layer type that trees are not implemented for, or a gate that failed: features
@@ -341,4 +344,10 @@ def _dtype(dtype: torch.dtype | str | None) -> Any:
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device '{device}' is not one torch knows; expected cpu, cuda or cuda:<n>") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device '{device}': no GPU is visible to torch; use cpu or leave it out")
+    return chosen

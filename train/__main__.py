@@ -1,5 +1,5 @@
 """`accelerate launch -m draftwood.train --config <recipe or file> key.sub=value ...`"""
 
-from draftwood.train.launch import main
+from draftwood.train.launch import run
 
-main()
+run()

@@ -26,3 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         if is_first:
             print(best)
+
+
+def run() -> None:
+    """`main` as a process of its own: a mistake of the caller is one line on the standard error and exit code 2."""
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        print(f"draftwood.train: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

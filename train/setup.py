@@ -76,6 +76,8 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
     tracker = config.loop.tracker
     if tracker != "none" and find_spec(tracker) is None:
         raise ImportError(f"loop.tracker is {tracker}, which is not installed: pip install {tracker}, or tracker: none")
+    if config.target.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("target.device is cuda, but no GPU is visible to torch; use auto or cpu")
     accelerator = Accelerator(
         cpu=config.target.device == "cpu" or not torch.cuda.is_available(),
         log_with=None if tracker == "none" else tracker,
@@ -130,7 +132,9 @@ def held_out_prompts(config: RunConfig, data_folder: Path) -> PromptSet:
 def build_draft(config: RunConfig, target: Target, rows: Dataset) -> EagleDraft:
     """An untrained float32 draft, the same on every process, or the one in `draft.init_from`."""
     if config.draft.init_from is not None:
-        return load_draft(config.draft.init_from, target).float().train()
+        draft = load_draft(config.draft.init_from, target).float().train()
+        _check_same_draft(config, draft)
+        return draft
     size = config.draft.draft_vocab_size
     draft_vocab = None if size is None else frequent_tokens(rows, size, target.vocab_size)
     torch.manual_seed(config.seed)
@@ -141,6 +145,26 @@ def build_draft(config: RunConfig, target: Target, rows: Dataset) -> EagleDraft:
         norms=config.draft.norms,
         fusion_bias=config.draft.fusion_bias,
     ).train()
+
+
+def _check_same_draft(config: RunConfig, draft: EagleDraft) -> None:
+    """Raises:
+    ValueError: a draft.* setting that the draft of `draft.init_from` was not made with.
+    """
+    vocab = draft.draft_vocab
+    made = {
+        "num_layers": draft.config.num_layers,
+        "norms": draft.config.norms,
+        "fusion_bias": draft.config.fusion_bias,
+        "draft_vocab_size": None if vocab is None else len(vocab),
+    }
+    for name, value in made.items():
+        asked = getattr(config.draft, name)
+        if asked != value:
+            raise ValueError(
+                f"draft.{name} is {asked}, but the draft in draft.init_from ({config.draft.init_from}) has {value}; "
+                f"set draft.{name}={value} to go on from it"
+            )
 
 
 def loss_weights(config: RunConfig) -> DistillWeights:

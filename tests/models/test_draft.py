@@ -201,3 +201,30 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
         dw.load_draft(tmp_path, dw.load_target(tiny.build("llama", seed=5)))
     with pytest.raises(FileNotFoundError, match="no draft.json"):
         dw.load_draft(tmp_path / "nothing", tiny.target("llama"))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    target = tiny.target("bamba")
+    save_draft(make_draft(), tmp_path)
+    whole = (tmp_path / "draft.safetensors").read_bytes()
+    (tmp_path / "draft.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="damaged draft checkpoint"):
+        dw.load_draft(tmp_path, target)
+    (tmp_path / "draft.safetensors").write_bytes(whole)
+    description = json.loads((tmp_path / "draft.json").read_text())
+    description["config"]["shape"]["intermediate_dim"] = 7
+    (tmp_path / "draft.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match="gate_proj.weight is .* by draft.json"):
+        dw.load_draft(tmp_path, target)
+    (tmp_path / "draft.json").write_text('{"format": 1, "kind": "eagle"}')
+    with pytest.raises(ValueError, match="no 'target'"):
+        dw.load_draft(tmp_path, target)
+
+
+def test_a_reduced_head_follows_the_targets():
+    target = dw.load_target(tiny.build("llama"))
+    draft = dw.EagleDraft.from_target(target, draft_vocab=torch.tensor([5, 6]))
+    before = draft.head_weight.clone()
+    with torch.no_grad():
+        target.head_weight.add_(1.0)
+    torch.testing.assert_close(draft.head_weight, before + 1)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trees import parent_lists, random_path
 
 import draftwood as dw
+from draftwood.models.target import open_target
 
 FAMILIES = tiny.FAMILIES
 EXAMPLES = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -243,3 +244,52 @@ def test_attention_that_takes_no_mask_is_refused():
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match="'flash_attention_2' takes no tree mask"):
         dw.load_target(model)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_the_length_are_refused(kind):
+    model = tiny.build("llama")
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}
+    with pytest.raises(ValueError, match=f"rotary positions of type '{kind}'"):
+        dw.load_target(model)
+
+
+def test_a_refused_model_stays_as_it_was():
+    model = tiny.build("llama").train()
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(ValueError, match="takes no tree mask"):
+        dw.load_target(model)
+    assert model.training and all(p.requires_grad for p in model.parameters())
+
+
+def test_padding_is_on_no_path():
+    target = tiny.target("bamba")
+    state = target.prefill(tiny.prompt_ids((2, 3)))
+    target.verify(state, tiny.prompt_ids((2, 3), 1), dw.Tree.from_parents([[-1], [-1, 0, 0]]))
+    with pytest.raises(ValueError, match=r"row 0: path \[0, 2\] is not a path"):
+        target.commit(state, [[0, 2], [0]])
+
+
+def test_a_loaded_model_still_compiles():
+    target = tiny.target("bamba")
+    ids = tiny.prompt_ids((1, 6))
+    compiled = torch.compile(target.model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        got = compiled(ids, use_cache=False).logits
+        torch.testing.assert_close(got, target.model(ids, use_cache=False).logits)
+
+
+def test_a_subclass_of_a_known_model_is_that_model():
+    model = tiny.build("bamba")
+    model.__class__ = type("Mine", (type(model),), {"__module__": "somewhere"})
+    state = dw.load_target(model).prefill(tiny.prompt_ids((1, 3)))
+    assert state.lengths == [3]
+
+
+@pytest.mark.parametrize(("device", "message"), [("foo", "not one torch knows"), ("cuda", "no GPU is visible")])
+def test_a_device_that_is_not_there_is_named(device, message, tmp_path):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    tiny.build("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        open_target(tmp_path, device=device)
