@@ -19,7 +19,7 @@ from draftwood.models import assets, gates, seam
 from draftwood.models.cache import DecodeCache, merge_rows
 from draftwood.models.families import check_rope, family_of, modeling_module
 from draftwood.models.state import DecodeState, accepted_columns, attention_mask, check_paths
-from draftwood.models.tree import Tree
+from draftwood.models.tree import Tree, root_tree
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class Target:
         one length.
         """
         if state.is_ragged or state.capacity is not None:
-            out = self.verify(state, tokens[:, None], Tree.chain(0))
+            out = self.verify(state, tokens[:, None], root_tree())
             self.commit(state, [[0]] * state.batch_size)
             return out
         position = torch.tensor([state.width], device=self.device)

@@ -4,7 +4,7 @@ Node 0 is the root, the last emitted token, which is not yet in the target's sta
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -133,3 +133,9 @@ class Tree:
 
     def __repr__(self) -> str:
         return f"Tree({self.num_rows} x {self.num_nodes} nodes, depth {self.max_depth})"
+
+
+@cache
+def root_tree() -> Tree:
+    """The tree of the root alone, one object, so that its tables are made once."""
+    return Tree.chain(0)

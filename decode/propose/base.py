@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from draftwood.decode.sampled import Draws
-from draftwood.decode.tree import Tree
+from draftwood.models.tree import Tree, root_tree
 
 if TYPE_CHECKING:
     from draftwood.models.draft import EagleDraft
@@ -57,12 +56,7 @@ class Proposer(Protocol):
 
 def root_proposal(roots: Tensor) -> Proposal:
     """No drafts: the tree is the root alone."""
-    return Proposal(roots[:, None], _root_tree())
-
-
-@cache
-def _root_tree() -> Tree:
-    return Tree.chain(0)
+    return Proposal(roots[:, None], root_tree())
 
 
 class DraftProposer(ABC):
