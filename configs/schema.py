@@ -20,13 +20,28 @@ class TargetConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where there are any
 
 
+_OPTIONS = {
+    "eagle": ("num_layers", "fusion_bias", "norms"),
+    "mamba": ("num_layers", "fusion_bias", "norms", "state_dim"),
+}
+
+
 class DraftConfig(Section):
-    kind: Literal["eagle"] = "eagle"
+    kind: Literal["eagle", "mamba"] = "eagle"
     num_layers: int = Field(1, ge=1)
     fusion_bias: bool = False
-    norms: bool = True  # on both fusion inputs, before attention and on the output; False is the published EAGLE layout
+    norms: Literal["none", "input", "all"] = "all"  # none: as EAGLE; input: the fusion's; all: first layer, output too
+    state_dim: int = Field(64, ge=1)  # of a mamba draft's recurrent state
     draft_vocab_size: int | None = Field(None, ge=16)  # None: the target's own vocabulary
     init_from: str | None = None  # folder of a draft checkpoint to start from
+
+    @model_validator(mode="after")
+    def _no_option_of_another_kind(self) -> "DraftConfig":
+        for name in ("num_layers", "fusion_bias", "norms", "state_dim"):
+            is_changed = getattr(self, name) != type(self).model_fields[name].default
+            if is_changed and name not in _OPTIONS[self.kind]:
+                raise ValueError(f"draft.{name} is not an option of draft.kind {self.kind}; leave it out")
+        return self
 
 
 class DataConfig(Section):

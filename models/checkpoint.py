@@ -8,7 +8,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from draftwood.models.draft import EagleConfig, EagleDraft
+from draftwood.models.draft_base import Draft
+from draftwood.models.draft_kinds import KINDS
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -17,7 +18,7 @@ FORMAT = 1
 _WEIGHTS, _DESCRIPTION = "draft.safetensors", "draft.json"
 
 
-def save_draft(draft: EagleDraft, folder: str | Path, provenance: dict[str, Any] | None = None) -> Path:
+def save_draft(draft: Draft, folder: str | Path, provenance: dict[str, Any] | None = None) -> Path:
     """Writes the draft's weights and a description of it, its target and how it came about."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +35,7 @@ def save_draft(draft: EagleDraft, folder: str | Path, provenance: dict[str, Any]
     return folder
 
 
-def load_draft(path: str | Path, target: "Target") -> EagleDraft:
+def load_draft(path: str | Path, target: "Target") -> Draft:
     """The draft in folder `path`, for `target`, on its device and in its dtype, ready to decode.
 
     Raises:
@@ -50,16 +51,17 @@ def load_draft(path: str | Path, target: "Target") -> EagleDraft:
         weights = load_file(folder / _WEIGHTS)
     except (json.JSONDecodeError, SafetensorError) as error:
         raise ValueError(f"{folder}: damaged draft checkpoint ({error}); take another or train it anew") from None
-    if description.get("format") != FORMAT or description.get("kind") != EagleDraft.kind:
+    kind = KINDS.get(description.get("kind"))
+    if description.get("format") != FORMAT or kind is None:
         raise ValueError(
             f"{folder / _DESCRIPTION}: format {description.get('format')}, kind {description.get('kind')!r}; this "
-            f"version reads format {FORMAT}, kind '{EagleDraft.kind}'"
+            f"version reads format {FORMAT}, kinds {', '.join(KINDS)}"
         )
     for key in ("target", "config"):
         if key not in description:
             raise ValueError(f"{folder / _DESCRIPTION}: no '{key}'; this is not a draft checkpoint")
     _check_target(folder, description["target"], _describe(target))
-    draft = EagleDraft(EagleConfig.from_dict(description["config"]), target, weights.get("draft_vocab"))
+    draft = kind(kind.config_type.from_dict(description["config"]), target, weights.get("draft_vocab"))
     for name, parameter in draft.state_dict().items():
         if name in weights and weights[name].shape != parameter.shape:
             raise ValueError(

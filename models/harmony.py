@@ -5,6 +5,8 @@ and value that align step max(1, j - (t - s)) made there: what a draft sees in d
 features. So all but the last j - 1 columns come from step 1, in one causal block, and each later step adds a diagonal.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 BLOCK = 512
 
 
-def harmonized_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def harmonized_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Attended values [B, Hq, T, Dh] of align step `len(keys)`.
 
     Args:
@@ -21,6 +23,8 @@ def harmonized_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]
         keys: one [B, Hkv, T, Dh] per align step so far, this step's last.
         values: likewise.
     """
+    # The caller's lists grow with every align step, and the backward pass runs the blocks again.
+    keys, values = tuple(keys), tuple(values)
     length = query.shape[2]
     if length <= BLOCK:
         return _attend(query, keys, values, 0)
@@ -31,7 +35,7 @@ def harmonized_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]
     return torch.cat(blocks, 2)
 
 
-def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], start: int) -> Tensor:
+def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], start: int) -> Tensor:
     """`harmonized_attention` of the rows from `start` on that `query` holds."""
     step, (_, num_heads, rows, width) = len(keys), query.shape
     num_kv, end = keys[0].shape[1], start + rows

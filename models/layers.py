@@ -30,13 +30,13 @@ class RMSNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Projections and rotary positions; the scores are the caller's business."""
 
-    def __init__(self, shape: LayerShape):
+    def __init__(self, shape: LayerShape, input_dim: int):
         super().__init__()
         self.shape = shape
         width, key_width = shape.num_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_dim, width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_dim, key_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_dim, key_width, bias=False)
+        self.q_proj = nn.Linear(input_dim, width, bias=False)
+        self.k_proj = nn.Linear(input_dim, key_width, bias=False)
+        self.v_proj = nn.Linear(input_dim, key_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_dim, bias=False)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,11 +64,11 @@ def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    def __init__(self, shape: LayerShape):
+    def __init__(self, hidden_dim: int, intermediate_dim: int):
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_dim, shape.intermediate_dim, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_dim, shape.intermediate_dim, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_dim, shape.hidden_dim, bias=False)
+        self.gate_proj = nn.Linear(hidden_dim, intermediate_dim, bias=False)
+        self.up_proj = nn.Linear(hidden_dim, intermediate_dim, bias=False)
+        self.down_proj = nn.Linear(intermediate_dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -82,10 +82,13 @@ class DraftLayer(nn.Module):
 
     def __init__(self, shape: LayerShape, input_norm: bool):
         super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = FeedForward(shape)
+        self.self_attn = Attention(shape, shape.hidden_dim)
+        self.mlp = FeedForward(shape.hidden_dim, shape.intermediate_dim)
         self.input_layernorm = RMSNorm(shape.hidden_dim, shape.norm_eps) if input_norm else None
         self.post_attention_layernorm = RMSNorm(shape.hidden_dim, shape.norm_eps)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.self_attn.rotary(positions)
 
     def queries_keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(x if self.input_layernorm is None else self.input_layernorm(x), rotary)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from draftwood.configs.schema import RunConfig
 from draftwood.models.checkpoint import save_draft
-from draftwood.models.draft import EagleDraft
+from draftwood.models.draft_base import Draft
 
 _STATE = "training.pt"
 _PREFIX, _PARTIAL = "step-", ".partial-"
@@ -47,7 +47,7 @@ class Checkpoints:
     def latest(self) -> Path | None:
         return self.steps()[-1] if self.steps() else None
 
-    def save(self, step: int, draft: EagleDraft, provenance: dict[str, Any], state: dict[str, Any]) -> Path:
+    def save(self, step: int, draft: Draft, provenance: dict[str, Any], state: dict[str, Any]) -> Path:
         """Writes a checkpoint that appears when it is whole, and removes those beyond `keep`."""
         path = self.folder / f"{_PREFIX}{step:08d}"
         partial = self.folder / f"{_PARTIAL}{path.name}"
@@ -63,7 +63,7 @@ class Checkpoints:
             shutil.rmtree(old)
         return path
 
-    def save_best(self, draft: EagleDraft, provenance: dict[str, Any]) -> None:
+    def save_best(self, draft: Draft, provenance: dict[str, Any]) -> None:
         """Writes the draft alone as the best so far; a reader sees the old one or the new one, whole."""
         fresh = self.best.with_name(f"{_PARTIAL}best")
         old = self.best.with_name(f"{_PARTIAL}old-best")
@@ -76,7 +76,7 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(path: Path, draft: EagleDraft) -> dict[str, Any]:
+def load_state(path: Path, draft: Draft) -> dict[str, Any]:
     """Puts the weights of checkpoint `path` into `draft` and returns the training state saved with them, on the CPU."""
     draft.load_state_dict(load_file(path / "draft.safetensors"))
     return torch.load(path / _STATE, map_location="cpu", weights_only=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights, TeacherStatistics, distill_loss
-from draftwood.models.draft import EagleDraft
+from draftwood.models.draft_base import Draft
 from draftwood.train.batches import Batch
 
 
@@ -31,7 +31,7 @@ class Distillation(nn.Module):
 
     def __init__(
         self,
-        draft: EagleDraft,
+        draft: Draft,
         head: DistillHead,
         weights: DistillWeights,
         steps: int,

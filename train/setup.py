@@ -18,7 +18,8 @@ from draftwood.decode.prompts import PromptSet, prompts_from_rows
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights
 from draftwood.models.assets import cache_root
 from draftwood.models.checkpoint import load_draft
-from draftwood.models.draft import EagleDraft
+from draftwood.models.draft_base import Draft
+from draftwood.models.draft_kinds import KINDS
 from draftwood.models.target import Target, load_target, load_tokenizer
 from draftwood.train.batches import RowSizes, each_row, frequent_tokens
 from draftwood.train.features import FeatureError, FeatureSource, open_cache
@@ -129,7 +130,7 @@ def held_out_prompts(config: RunConfig, data_folder: Path) -> PromptSet:
     return prompts_from_rows(rows, "validation", limit=settings.num_prompts, max_tokens=settings.max_prompt_tokens)
 
 
-def build_draft(config: RunConfig, target: Target, rows: Dataset) -> EagleDraft:
+def build_draft(config: RunConfig, target: Target, rows: Dataset) -> Draft:
     """An untrained float32 draft, the same on every process, or the one in `draft.init_from`."""
     if config.draft.init_from is not None:
         draft = load_draft(config.draft.init_from, target).float().train()
@@ -138,26 +139,17 @@ def build_draft(config: RunConfig, target: Target, rows: Dataset) -> EagleDraft:
     size = config.draft.draft_vocab_size
     draft_vocab = None if size is None else frequent_tokens(rows, size, target.vocab_size)
     torch.manual_seed(config.seed)
-    return EagleDraft.from_target(
-        target,
-        draft_vocab=draft_vocab,
-        num_layers=config.draft.num_layers,
-        norms=config.draft.norms,
-        fusion_bias=config.draft.fusion_bias,
-    ).train()
+    kind = KINDS[config.draft.kind]
+    options = {name: getattr(config.draft, name) for name in kind.option_names}
+    return kind.from_target(target, draft_vocab=draft_vocab, **options).train()
 
 
-def _check_same_draft(config: RunConfig, draft: EagleDraft) -> None:
+def _check_same_draft(config: RunConfig, draft: Draft) -> None:
     """Raises:
     ValueError: a draft.* setting that the draft of `draft.init_from` was not made with.
     """
     vocab = draft.draft_vocab
-    made = {
-        "num_layers": draft.config.num_layers,
-        "norms": draft.config.norms,
-        "fusion_bias": draft.config.fusion_bias,
-        "draft_vocab_size": None if vocab is None else len(vocab),
-    }
+    made = {"kind": draft.kind, **draft.options, "draft_vocab_size": None if vocab is None else len(vocab)}
     for name, value in made.items():
         asked = getattr(config.draft, name)
         if asked != value:

@@ -1,0 +1,185 @@
+"""What the drafts over a target's features have in common: vocabulary and head, fusion, the loop over align steps.
+
+Row t reads the feature of token t and the embedding of token t + 1 and predicts the feature of token t + 1, whose
+logits are those of token t + 2 (EAGLE, arXiv 2401.15077). Training is harmonized (HASS, arXiv 2408.15766): align step j
+repeats what decoding does after j - 1 steps on the draft's own features.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftwood.models.layers import LayerShape
+
+if TYPE_CHECKING:
+    from draftwood.models.target import Target
+
+Norms = Literal["none", "input", "all"]
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What a checkpoint needs to rebuild a draft, besides its weights.
+
+    Attributes:
+        norms: `none` is the published EAGLE layout; `input` normalises both inputs of the fusion; `all` also the input
+            of the first layer and the output.
+        max_length: positions beyond which the draft was not made to work; None: there is no such limit.
+    """
+
+    shape: Any
+    num_layers: int = 1
+    norms: Norms = "all"
+    fusion_bias: bool = False
+    max_length: int | None = None
+
+    shape_type: ClassVar[type] = LayerShape
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Raises:
+        ValueError: a field this version does not know, so could not honour, or one that is missing.
+        """
+        if isinstance(values.get("norms"), bool):  # as the first versions wrote it
+            values = {**values, "norms": "all" if values["norms"] else "none"}
+        try:
+            return cls(**{**values, "shape": cls.shape_type(**values["shape"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"the draft's config {values} is not one this version can honour: {error}") from None
+
+
+class Draft(nn.Module, Generic[State]):
+    """A draft over a target's features; embeddings are the target's, and so is the head unless it says otherwise.
+
+    A subclass says how rows enter the layers, how it decodes from a state of its own, and how an align step runs.
+
+    Attributes:
+        draft_vocab: [Vd] int64, the target's token of each draft logit; None where it has the target's vocabulary.
+        detaches: whether an align step's own features carry no gradient into the step that made them.
+    """
+
+    kind: ClassVar[str]
+    config_type: ClassVar[type[DraftConfig]] = DraftConfig
+    option_names: ClassVar[tuple[str, ...]] = ()  # what `from_target` takes, besides the draft vocabulary
+    draft_vocab: Tensor | None
+
+    def __init__(self, config: Any, target: "Target", draft_vocab: Tensor | None = None):
+        super().__init__()
+        if config.shape.hidden_dim != target.hidden_dim:
+            raise ValueError(f"the draft's hidden width is {config.shape.hidden_dim}, the target's {target.hidden_dim}")
+        self.config = config
+        self.detaches = True
+        self._target = (target,)  # in a tuple, so that the target's modules are not the draft's
+        self.register_buffer("draft_vocab", draft_vocab, persistent=draft_vocab is not None)
+        self._head_rows: tuple[tuple[int, int], Tensor] | None = None
+
+    @property
+    def target(self) -> "Target":
+        return self._target[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `from_target` would make this draft with, by `option_names`."""
+        return {name: getattr(self.config, name) for name in self.option_names if hasattr(self.config, name)}
+
+    # `from_target(target, *, draft_vocab=None, **options)`: an untrained draft, in float32, on the target's device.
+    from_target: ClassVar[Callable[..., "Draft"]]
+
+    @property
+    def max_length(self) -> int | None:
+        """Positions beyond which the draft was not made to work; None where there is no such limit."""
+        return self.config.max_length
+
+    def forward(self, features: Tensor, next_ids: Tensor, cache: State | None = None) -> tuple[Tensor, State]:
+        """Decode-time call: predicted features [B, t, H] of rows (features [B, t, F], next_ids [B, t]).
+
+        `cache` holds the rows before; it is extended in place and returned.
+        """
+        state = self.new_state(features.shape[0]) if cache is None else cache
+        return self.extend(state, features, next_ids), state
+
+    @abstractmethod
+    def new_state(self, batch_size: int) -> State:
+        """What decoding starts from: no rows read."""
+
+    @abstractmethod
+    def extend(self, state: State, features: Tensor, next_ids: Tensor, counts: list[int] | None = None) -> Tensor:
+        """Commits rows of target features and returns predicted features [B, t, H].
+
+        Args:
+            state: extended in place.
+            features: [B, t, F] the target's, or [B, t, H] the draft's own.
+            next_ids: [B, t] int64, the token after each feature's.
+            counts: rows of each batch row that are real, the first ones (default all).
+        """
+
+    @abstractmethod
+    def expand(self, state: State, features: Tensor, ids: Tensor, depth: int, ancestors: Tensor) -> Tensor:
+        """Adds tree nodes of one depth, not committed, and returns predicted features [B, m, H].
+
+        Args:
+            features: [B, m, H], the draft's own outputs at the parents.
+            ids: [B, m] int64, the nodes' tokens; depth: 1 for the root's children.
+            ancestors: [B or 1, m, total] bool over all nodes added since `reset_tree`, these last, itself included.
+        """
+
+    @abstractmethod
+    def reset_tree(self, state: State) -> None:
+        """Forgets the nodes of the last tree."""
+
+    def align(self, features: Tensor, next_ids: Tensor, steps: int = 3) -> list[Tensor]:
+        """Training form: predicted features of align steps 1 to `steps`, each [B, T, H].
+
+        Row t of step j is what `forward` gives after reading target features up to t - (j - 1) and then its own
+        features for j - 1 steps. Padding on the right changes no row before it.
+        """
+        embeddings = self.target.embed(next_ids)
+        first = stream = self.read(features)
+        step, outputs = self.align_step(features.shape[1], features.device), []
+        for _ in range(steps):
+            outputs.append(step(self.fuse(stream, embeddings)))
+            # the feature of token t is what row t - 1 predicted
+            own = outputs[-1][:, :-1].to(first.dtype)
+            stream = torch.cat([first[:, :1], own.detach() if self.detaches else own], 1)
+        return outputs
+
+    @abstractmethod
+    def align_step(self, length: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """A function that is called once per align step, in order, with fused rows [B, T, H] and gives its outputs."""
+
+    def read(self, features: Tensor) -> Tensor:
+        """Stream 0 [.., H] of what the target gives, [.., F]: the feature itself, which stands last."""
+        return features[..., -self.config.shape.hidden_dim :]
+
+    @abstractmethod
+    def fuse(self, stream: Tensor, embeddings: Tensor) -> Tensor:
+        """Rows as they enter the layers, from features and embeddings [B, t, H]."""
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[Vd, H] rows of the target's head in draft-vocabulary order."""
+        weight = self.target.head_weight
+        if self.draft_vocab is None:
+            return weight
+        version = (weight.data_ptr(), weight._version)
+        if self._head_rows is None or self._head_rows[0] != version:
+            self._head_rows = (version, weight[self.draft_vocab])
+        return self._head_rows[1]
+
+    def logits(self, predicted: Tensor) -> Tensor:
+        """Logits [..., Vd] of predicted features [..., H], by the target's head over the draft vocabulary."""
+        weight = self.head_weight
+        return F.linear(predicted.to(weight.dtype), weight) * self.target.logit_scale

@@ -1,0 +1,7 @@
+"""The kinds of drafts that a checkpoint can hold and a run can train, by name."""
+
+from draftwood.models.draft import EagleDraft
+from draftwood.models.draft_base import Draft
+from draftwood.models.mamba_draft import MambaDraft
+
+KINDS: dict[str, type[Draft]] = {draft.kind: draft for draft in (EagleDraft, MambaDraft)}
