@@ -198,12 +198,19 @@ def _by_category(prompts: list[Prompt], stats: list[RowStats]) -> dict[str, floa
 
 
 def _describe(target: "Target", draft: Any, tree: TreeSpec) -> dict[str, Any]:
-    device = target.device
     settings = None if draft is None else resolve_tree(tree)
     return {
         "target": target.name,
         "draft": "none" if draft is None else type(draft).__name__,
         "tree": "no drafts" if settings is None else f"{tree} {settings}" if isinstance(tree, str) else str(settings),
+        **describe_machine(target),
+    }
+
+
+def describe_machine(target: "Target") -> dict[str, Any]:
+    """What a figure depends on besides its models: `dtype`, `device`, `threads` and `versions`."""
+    device = target.device
+    return {
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
         "threads": torch.get_num_threads(),

@@ -2,7 +2,7 @@
 
 import typer
 
-from draftwood import cli_benchmark, cli_decode, cli_train
+from draftwood import cli_benchmark, cli_decode, cli_prove, cli_train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -11,6 +11,7 @@ app = typer.Typer(
     help="Train draft models for hybrid LLMs and decode with them, losslessly.",
 )
 app.add_typer(cli_decode.app)
+app.add_typer(cli_prove.app)
 app.add_typer(cli_train.app)
 app.add_typer(cli_benchmark.app, name="benchmark")
 

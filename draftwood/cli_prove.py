@@ -1,0 +1,51 @@
+"""Commands that prove what a draft does, and plan how to use it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftwood.cli_options import DeviceOption, DtypeOption, load_models, prompt_set_of
+
+app = typer.Typer()
+
+
+@app.command()
+def certify(
+    target: Annotated[str, typer.Argument(help="Built-in name, folder or hub id of the target.")],
+    draft: Annotated[Path, typer.Argument(help="Folder of a draft.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSON Lines with `turns`; default: built-in prompts.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts to take from the file.")] = 8,
+    tree: Annotated[list[str] | None, typer.Option(help="Trees to check greedily; default: several.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Of a greedy output; default: 48, quickly 16.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Sampled continuations; default: 1024, quickly 128.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts, tokens, rows and cases.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    out: Annotated[Path | None, typer.Option(help="Default: certificate.json in the draft's folder.")] = None,
+) -> None:
+    """Prove that decoding with a draft gives what the target gives alone; exit code 1 if it does not."""
+    from rich.console import Console
+
+    from draftwood.decode.certify import certify as run
+
+    models = load_models(target, draft, "dynamic", dtype, device)
+    ids: Any = None
+    if prompts is not None:
+        ids = [p.input_ids for p in prompt_set_of(str(prompts), models[0].tokenizer, num_prompts, None).prompts]
+    with Console(stderr=True).status("") as status:
+        certificate = run(
+            *models,
+            folder=draft,
+            prompts=ids,
+            trees=tree,
+            max_new_tokens=max_new_tokens,
+            rows=rows,
+            quick=quick,
+            seed=seed,
+            on_progress=status.update,
+        )
+    Console().print(certificate.table())
+    typer.echo(f"{certificate.save(out or draft / 'certificate.json')}", err=True)
+    raise typer.Exit(0 if certificate.passed else 1)
