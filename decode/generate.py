@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwood.decode.propose import Proposer, TreeSpec, make_proposer
+from draftwood.decode.propose.base import LogitsReader
 from draftwood.decode.sampled import verify_drawn
 from draftwood.decode.stats import ForwardStats, RowStats
 from draftwood.decode.verify import Acceptance, Sampling, verify_greedy, verify_sampled
@@ -206,6 +207,8 @@ class _Decoding:
                 ForwardStats(len(new[b]), accepted, depth, kept.missed[b] and not is_cut)
             )
         if self.active:
+            if isinstance(self.proposer, LogitsReader):
+                self.proposer.read_logits(out.logits)
             self._advance(tokens, out.features, kept, is_committed)
         marks.append(perf_counter())
         for name, start, end in zip(("propose_s", "verify_s", "commit_s"), marks, marks[1:], strict=False):

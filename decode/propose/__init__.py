@@ -1,58 +1,112 @@
 """Drafting strategies, and the one place that picks one."""
 
+import difflib
 import re
-from typing import TYPE_CHECKING
 
 import torch
 
-from draftwood.decode.propose.base import Proposal, Proposer
+from draftwood.decode.propose.adaptive import follow
+from draftwood.decode.propose.base import Drafter, Proposal, Proposer
+from draftwood.decode.propose.beam import BeamProposer, BeamTree
 from draftwood.decode.propose.dynamic import DynamicProposer, DynamicTree
-from draftwood.decode.propose.sampled import SampledProposer, SampledTree
+from draftwood.decode.propose.lookahead import Lookahead, LookaheadProposer
+from draftwood.decode.propose.lookup import Lookup, LookupProposer
+from draftwood.decode.propose.plan import Plan
+from draftwood.decode.propose.sampled import SampledProposer, SampledTree, check_temperature
 from draftwood.decode.propose.static import StaticProposer
-from draftwood.decode.tree import Tree, tree_preset
+from draftwood.decode.tree import PRESETS, Tree, tree_preset
 
-if TYPE_CHECKING:
-    from draftwood.models.draft import EagleDraft
+__all__ = [
+    "FORMS",
+    "BeamTree",
+    "DynamicTree",
+    "Lookahead",
+    "Lookup",
+    "Plan",
+    "Proposal",
+    "Proposer",
+    "SampledTree",
+    "check_temperature",
+    "make_proposer",
+    "resolve_tree",
+]
 
-__all__ = ["DynamicTree", "Proposal", "Proposer", "SampledTree", "make_proposer", "resolve_tree"]
+Settings = Tree | DynamicTree | BeamTree | SampledTree | Lookup | Lookahead
+TreeSpec = Settings | Plan | str | None
 
-TreeSpec = Tree | DynamicTree | SampledTree | str | None
+# How each is named; <..> are numbers, and a name without them takes the default settings.
+FORMS = (
+    "chain-<k>",
+    *PRESETS,
+    "dynamic, dynamic-<nodes>",
+    "beam-<beams>x<levels>",
+    "sampled-<children>x<levels>",
+    "lookup, lookup-<tokens>, lookup-<tokens>x<matches>",
+    "lookahead, lookahead-<window>x<ngram>x<pool>",
+)
+_NUMBER = r"([1-9]\d{0,3})"
 
 
-def resolve_tree(spec: TreeSpec) -> Tree | DynamicTree | SampledTree:
-    """The tree a user named: a preset, `dynamic`, `dynamic-<budget>`, `sampled-<width>x<levels>`, the settings
-    themselves, or None for `dynamic`.
+def resolve_tree(spec: TreeSpec) -> Settings:
+    """The tree, or the strategy that makes one, that a user named: one of `FORMS`, the settings themselves, or None for
+    `dynamic`.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name; the message has the nearest one and all forms.
     """
-    if isinstance(spec, Tree | DynamicTree | SampledTree):
+    if isinstance(spec, Settings):
         return spec
+    if isinstance(spec, Plan):
+        return spec.tree
     if spec is None or spec == "dynamic":
         return DynamicTree()
-    if match := re.fullmatch(r"dynamic-([1-9]\d{0,3})", spec):
+    if match := re.fullmatch(rf"dynamic-{_NUMBER}", spec):
         return DynamicTree.of_budget(int(match[1]))
-    if match := re.fullmatch(r"sampled-([1-9]\d?)x([1-9]\d?)", spec):
+    if match := re.fullmatch(rf"beam-{_NUMBER}x{_NUMBER}", spec):
+        return BeamTree(beams=int(match[1]), levels=int(match[2]))
+    if match := re.fullmatch(rf"sampled-{_NUMBER}x{_NUMBER}", spec):
         return SampledTree(width=int(match[1]), levels=int(match[2]))
-    return tree_preset(spec)
+    if match := re.fullmatch(rf"lookup(?:-{_NUMBER}(?:x{_NUMBER})?)?", spec):
+        return Lookup(num_tokens=int(match[1] or Lookup.num_tokens), matches=int(match[2] or Lookup.matches))
+    if spec == "lookahead":
+        return Lookahead()
+    if match := re.fullmatch(rf"lookahead-{_NUMBER}x{_NUMBER}x{_NUMBER}", spec):
+        return Lookahead(*map(int, match.groups()))
+    if (tree := tree_preset(spec)) is not None:
+        return tree
+    known = ["chain-4", *PRESETS, "dynamic", "dynamic-16", "beam-3x4", "sampled-3x4", "lookup", "lookahead"]
+    near = difflib.get_close_matches(spec, known, 1, 0.5)
+    hint = f"; did you mean '{near[0]}'?" if near else ";"
+    raise ValueError(f"no tree '{spec}'{hint} Known: {'; '.join(FORMS)}")
 
 
 def make_proposer(
-    draft: "EagleDraft | Proposer | None",
+    draft: "Drafter | Proposer | None",
     tree: TreeSpec,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Proposer | None:
-    """The strategy for `draft`: none without one, itself if it is one, else the draft filling `tree`.
+    """The strategy for `draft` and `tree`: `draft` itself if it is one, else the draft filling `tree`.
 
+    Lookup and lookahead need no draft and use none; with any other tree and no draft there is no strategy: None.
     Only a sampled tree heeds `temperature` and `generator`.
 
     Raises:
         ValueError: a sampled tree at temperature 0, or a tree that the draft cannot fill.
     """
-    if draft is None or isinstance(draft, Proposer):
+    if isinstance(draft, Proposer):
         return draft
+    if isinstance(tree, Plan):
+        return follow(tree, make_proposer(draft, tree.tree, temperature, generator))
     settings = resolve_tree(tree)
+    if isinstance(settings, Lookup):
+        return LookupProposer(settings)
+    if isinstance(settings, Lookahead):
+        return LookaheadProposer(settings)
+    if draft is None:
+        return None
     if isinstance(settings, SampledTree):
         return SampledProposer(draft, settings, temperature, generator)
+    if isinstance(settings, BeamTree):
+        return BeamProposer(draft, settings)
     return StaticProposer(draft, settings) if isinstance(settings, Tree) else DynamicProposer(draft, settings)

@@ -1,17 +1,37 @@
-"""What every drafting strategy offers to the decoding loop, and what those that run an EAGLE draft have in common."""
+"""What every drafting strategy offers to the decoding loop, and what those that run a draft have in common."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from draftwood.decode.sampled import Draws
+from draftwood.models.language_draft import LanguageDraft
 from draftwood.models.tree import Tree, root_tree
 
-if TYPE_CHECKING:
-    from draftwood.models.draft import EagleDraft
+
+class Drafter(Protocol):
+    """What a draft offers while decoding, whatever it is; the calls are those of `draftwood.models.draft_base.Draft`.
+
+    `max_length` and `max_depth`: positions and levels of a tree beyond which it does not draft; None: no such limit.
+    """
+
+    draft_vocab: Tensor | None
+
+    @property
+    def max_length(self) -> int | None: ...
+
+    def new_state(self, batch_size: int) -> Any: ...
+
+    def extend(self, state: Any, features: Tensor, next_ids: Tensor, counts: list[int] | None = None) -> Tensor: ...
+
+    def expand(self, state: Any, features: Tensor, ids: Tensor, depth: int, ancestors: Tensor) -> Tensor: ...
+
+    def reset_tree(self, state: Any) -> None: ...
+
+    def logits(self, predicted: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -59,16 +79,26 @@ def root_proposal(roots: Tensor) -> Proposal:
     return Proposal(roots[:, None], root_tree())
 
 
+@runtime_checkable
+class LogitsReader(Protocol):
+    """A strategy that learns from what the target says of all its nodes, kept or not."""
+
+    def read_logits(self, logits: Tensor) -> None:
+        """The target's [B, n, V] at the nodes of the last tree; called before `advance`."""
+        ...
+
+
 class DraftProposer(ABC):
-    """Keeps an EAGLE draft's state in step with the target's.
+    """Keeps a draft's state in step with the target's.
 
     With T tokens committed, the draft has read rows 0..T-1, row t being (target feature of t, token t+1), and its
     output at row T-1, `self.head_row`, predicts the children of the root.
     """
 
-    def __init__(self, draft: "EagleDraft"):
+    def __init__(self, draft: Drafter):
         self.draft = draft
         self.max_length: int | None = getattr(draft, "max_length", None)
+        self.max_depth: int | None = getattr(draft, "max_depth", None)
 
     @abstractmethod
     def propose(self, max_depth: int) -> Proposal: ...
@@ -80,6 +110,8 @@ class DraftProposer(ABC):
         next_ids = input_ids.roll(-1, dims=1)
         next_ids[rows, last] = roots
         self.state = self.draft.new_state(batch)
+        if isinstance(self.draft, LanguageDraft):  # the only kind that reads the first token
+            self.draft.begin(self.state, input_ids[:, 0])
         outputs = self.draft.extend(self.state, features, next_ids, lengths)
         self.roots = roots
         self.head_row = outputs[rows, last]
@@ -100,6 +132,17 @@ class DraftProposer(ABC):
         moved = (last >= 0)[:, None]
         self.roots = torch.where(moved[:, 0], roots, self.roots)
         self.head_row = torch.where(moved, outputs[rows, last], self.head_row)
+
+    def bounded(self, levels: int) -> int:
+        """`levels`, or as many as the draft can fill."""
+        return levels if self.max_depth is None else min(levels, self.max_depth)
+
+    def children(self, outputs: Tensor, above: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Ids and cumulative log-probabilities [B, f, k] of the children of nodes with scores `above` [B, f]."""
+        ids, top_logits, logits = self._top(outputs, k)
+        log_probs = top_logits.float() - logits.float().logsumexp(-1, keepdim=True)
+        # Rounding can put a sure token a little above 0, and a child must not outrank its parent.
+        return ids, above[:, :, None] + log_probs.clamp(max=0)
 
     def _top(self, outputs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """The `k` likeliest next tokens after each of `outputs` [B, m, D].

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from draftwood.decode.propose.base import DraftProposer, Proposal, root_proposal
+from draftwood.decode.propose.frontier import Frontier
 from draftwood.decode.tree import Tree
 
 if TYPE_CHECKING:
-    from draftwood.models.draft import EagleDraft
+    from draftwood.decode.propose.base import Drafter
 
 
 @dataclass(frozen=True)
@@ -70,24 +71,21 @@ def rerank(parents: Tensor, scores: Tensor, budget: int, levels: int) -> tuple[T
 class DynamicProposer(DraftProposer):
     """Grows a tree per row, one draft forward per level below the first, all on the draft's device."""
 
-    def __init__(self, draft: "EagleDraft", settings: DynamicTree | None = None):
+    def __init__(self, draft: "Drafter", settings: DynamicTree | None = None):
         super().__init__(draft)
         self.settings = settings or DynamicTree()
 
     def propose(self, max_depth: int) -> Proposal:
-        levels = min(self.settings.levels, max_depth)
+        levels = self.bounded(min(self.settings.levels, max_depth))
         if levels < 1:
             return root_proposal(self.roots)
-        batch, device = self.roots.shape[0], self.roots.device
-        outputs = self.head_row[:, None]  # of the nodes being expanded: [B, f, D]
-        above = torch.zeros(batch, 1, device=device)  # their scores: [B, f]
-        index = torch.full_like(self.roots, -1)[:, None]  # which candidate they are: [B, f]
-        ancestors = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # among all expanded: [B, f, total]
+        frontier = Frontier(self.draft, self.state, self.head_row)
+        above = torch.zeros_like(self.roots, dtype=torch.float32)[:, None]  # the frontier's scores: [B, f]
+        index = torch.full_like(self.roots, -1)[:, None]  # which candidates they are: [B, f]
         ids, scores, parents = [], [], []
         num_candidates = 0
-        self.draft.reset_tree(self.state)
         for depth in range(1, levels + 1):
-            level_ids, level_scores = self._children(outputs, above)  # [B, f, k]
+            level_ids, level_scores = self.children(frontier.outputs, above, self.settings.top_k)  # [B, f, k]
             k = level_ids.shape[-1]
             ids.append(level_ids.flatten(1))
             scores.append(level_scores.flatten(1))
@@ -95,20 +93,8 @@ class DynamicProposer(DraftProposer):
             if depth == levels:
                 break
             above, best = scores[-1].topk(min(self.settings.frontier, scores[-1].shape[1]), dim=1)
-            source = best // k
-            outputs = outputs.gather(1, source[:, :, None].expand(-1, -1, outputs.shape[-1]))
-            inherited = ancestors.gather(1, source[:, :, None].expand(-1, -1, ancestors.shape[-1]))
-            itself = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-            ancestors = torch.cat([inherited, itself], dim=2)
             index = best + num_candidates
             num_candidates += scores[-1].shape[1]
-            outputs = self.draft.expand(self.state, outputs, ids[-1].gather(1, best), depth, ancestors)
+            frontier.descend(best // k, ids[-1].gather(1, best))
         tree, kept = rerank(torch.cat(parents, 1), torch.cat(scores, 1), self.settings.budget, levels)
         return Proposal(torch.cat([self.roots[:, None], torch.cat(ids, 1).gather(1, kept)], dim=1), tree)
-
-    def _children(self, outputs: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and cumulative log-probabilities [B, f, k] of the children of nodes with scores `above` [B, f]."""
-        ids, top_logits, logits = self._top(outputs, self.settings.top_k)
-        log_probs = top_logits.float() - logits.float().logsumexp(-1, keepdim=True)
-        # Rounding can put a sure token a little above 0, and a child must not outrank its parent.
-        return ids, above[:, :, None] + log_probs.clamp(max=0)

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from draftwood.decode.propose.base import DraftProposer, Proposal, root_proposal
+from draftwood.decode.propose.frontier import Frontier
 from draftwood.decode.sampled import Draws, draw_without_replacement
 from draftwood.decode.tree import Tree
 
 if TYPE_CHECKING:
-    from draftwood.models.draft import EagleDraft
+    from draftwood.decode.propose.base import Drafter
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ class SampledTree:
                 raise ValueError(f"sampled tree: {name} is {value}; expected 1 or more")
 
 
+def check_temperature(settings: object, temperature: float) -> None:
+    """Raises:
+    ValueError: a sampled tree at a temperature of 0, at which nothing is drawn.
+    """
+    if isinstance(settings, SampledTree) and not temperature > 0:
+        raise ValueError(
+            f"a sampled tree draws its tokens, but the temperature is {temperature}: set one above 0, or use a "
+            "tree without chance for greedy decoding, as 'dynamic'"
+        )
+
+
 class SampledProposer(DraftProposer):
     """Draws a tree per row, one draft forward per level below the first.
 
@@ -48,36 +60,29 @@ class SampledProposer(DraftProposer):
 
     def __init__(
         self,
-        draft: "EagleDraft",
+        draft: "Drafter",
         settings: SampledTree,
         temperature: float,
         generator: torch.Generator | None = None,
     ):
         super().__init__(draft)
-        if not temperature > 0:
-            raise ValueError(
-                f"a sampled tree draws its tokens, but the temperature is {temperature}: set one above 0, or use a "
-                "tree without chance for greedy decoding, as 'dynamic'"
-            )
+        check_temperature(settings, temperature)
         self.settings = settings
         self.temperature = temperature
         self.generator = generator
 
     def propose(self, max_depth: int) -> Proposal:
-        levels = min(self.settings.levels, max_depth)
+        levels = self.bounded(min(self.settings.levels, max_depth))
         if levels < 1:
             return root_proposal(self.roots)
-        batch, device = self.roots.shape[0], self.roots.device
-        outputs = self.head_row[:, None]  # of the nodes being expanded: [B, f, D]
-        above = torch.zeros(batch, 1, device=device)  # their cumulative log-probabilities: [B, f]
-        index = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # which nodes they are: [B, f]
-        ancestors = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # among all expanded: [B, f, total]
+        frontier = Frontier(self.draft, self.state, self.head_row)
+        above = torch.zeros_like(self.roots, dtype=torch.float32)[:, None]  # cumulative log-probabilities: [B, f]
+        index = torch.zeros_like(self.roots)[:, None]  # which nodes the frontier is: [B, f]
         tokens, parents = [self.roots[:, None]], [torch.full_like(index, -1)]
         log_qs, expanded = [], []
         num_nodes = 1
-        self.draft.reset_tree(self.state)
         for depth in range(1, levels + 1):
-            logits = self.draft.logits(outputs).float()
+            logits = self.draft.logits(frontier.outputs).float()
             # The largest becomes 0, so that no temperature, however small, makes an infinity of it.
             log_q = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).log_softmax(-1)
             k = min(self.settings.width, log_q.shape[-1])
@@ -91,17 +96,12 @@ class SampledProposer(DraftProposer):
                 break
             scores = (above[:, :, None] + log_q.gather(2, drawn)).flatten(1)
             above, best = scores.topk(min(self.settings.frontier or self.settings.width, scores.shape[1]), dim=1)
-            source = best // k
-            outputs = outputs.gather(1, source[:, :, None].expand(-1, -1, outputs.shape[-1]))
-            inherited = ancestors.gather(1, source[:, :, None].expand(-1, -1, ancestors.shape[-1]))
-            itself = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-            ancestors = torch.cat([inherited, itself], dim=2)
             index = best + num_nodes
             num_nodes += scores.shape[1]
-            outputs = self.draft.expand(self.state, outputs, tokens[-1].gather(1, best), depth, ancestors)
+            frontier.descend(best // k, tokens[-1].gather(1, best))
         tree = Tree(torch.cat(parents, 1), max_depth=levels)
         inner = torch.cat(expanded, 1)
         slot = torch.zeros_like(tree.parents)
-        slot.scatter_(1, inner, torch.arange(inner.shape[1], device=device).expand_as(inner))
+        slot.scatter_(1, inner, torch.arange(inner.shape[1], device=inner.device).expand_as(inner))
         draws = Draws(torch.cat(log_qs, 1), slot, k, self.draft.draft_vocab)
         return Proposal(torch.cat(tokens, 1), tree, draws)

@@ -10,7 +10,7 @@ from draftwood.decode.propose.base import DraftProposer, Proposal, root_proposal
 from draftwood.decode.tree import Tree
 
 if TYPE_CHECKING:
-    from draftwood.models.draft import EagleDraft
+    from draftwood.decode.propose.base import Drafter
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class StaticProposer(DraftProposer):
         ValueError: a tree of several rows, or a node with more children than the draft has tokens.
     """
 
-    def __init__(self, draft: "EagleDraft", tree: Tree):
+    def __init__(self, draft: "Drafter", tree: Tree):
         super().__init__(draft)
         if tree.num_rows != 1:
             raise ValueError(f"expected one tree for all rows, got {tree.num_rows}: a draft fills the same one in each")
@@ -74,7 +74,7 @@ class StaticProposer(DraftProposer):
         self._plans: dict[int, list[_Level]] = {}
 
     def propose(self, max_depth: int) -> Proposal:
-        tree = self.tree.limited(max_depth)
+        tree = self.tree.limited(self.bounded(max_depth))
         if tree.num_nodes == 1:
             return root_proposal(self.roots)
         if tree.max_depth not in self._plans:

@@ -28,9 +28,9 @@ def test_chain_preset_is_a_chain(length):
 
 def test_unknown_tree_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match="did you mean 'eagle-25'"):
-        tree_preset("eagle25")
+        resolve_tree("eagle25")
     with pytest.raises(ValueError, match="chain-<k>"):
-        tree_preset("chain-0")
+        resolve_tree("chain-0")
 
 
 def test_names_of_dynamic_trees_resolve():
