@@ -55,8 +55,14 @@ def resolve(values: dict[str, Any], origin: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(_tuples(values))
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-        raise ConfigError(f"{origin}: " + "; ".join(lines)) from None
+        raise ConfigError(f"{origin}: " + "; ".join(map(_line, error.errors()))) from None
+
+
+def _line(error: Any) -> str:
+    """One mistake, as pydantic tells it; the value is left out where it is a whole section."""
+    got = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
+    message = error["msg"].removeprefix("Value error, ")
+    return ": ".join(filter(None, [".".join(map(str, error["loc"])), message])) + got
 
 
 def _read(source: str | Path) -> dict[str, Any]:
@@ -81,9 +87,16 @@ def _read(source: str | Path) -> dict[str, Any]:
 def _assign(values: dict[str, Any], key: str, value: Any, item: str) -> None:
     *sections, field = key.split(".")
     for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
+        if isinstance(values, list):  # of stages
+            if not section.isdigit() or int(section) >= len(values):
+                raise ConfigError(f"override '{item}': expected a number below {len(values)} instead of '{section}'")
+            values = values[int(section)]
+        else:
+            values = values.setdefault(section, {})
+        if not isinstance(values, dict | list):
             raise ConfigError(f"override '{item}': '{section}' is not a section")
+    if isinstance(values, list):
+        raise ConfigError(f"override '{item}': expected {'.'.join(sections)}.<number>.field=value")
     values[field] = value
 
 
@@ -119,4 +132,4 @@ def _tuples(value: Any) -> Any:
     """YAML has lists only; the fields are tuples, which a strict model does not take a list for."""
     if isinstance(value, dict):
         return {k: _tuples(v) for k, v in value.items()}
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

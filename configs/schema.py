@@ -3,9 +3,9 @@
 A YAML file names one run and holds only what differs from these defaults; `section.field=value` overrides either.
 """
 
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class Section(BaseModel):
@@ -22,22 +22,24 @@ class TargetConfig(Section):
 
 _OPTIONS = {
     "eagle": ("num_layers", "fusion_bias", "norms"),
+    "eagle3": ("taps",),
     "mamba": ("num_layers", "fusion_bias", "norms", "state_dim"),
 }
 
 
 class DraftConfig(Section):
-    kind: Literal["eagle", "mamba"] = "eagle"
+    kind: Literal["eagle", "eagle3", "mamba"] = "eagle"
     num_layers: int = Field(1, ge=1)
     fusion_bias: bool = False
     norms: Literal["none", "input", "all"] = "all"  # none: as EAGLE; input: the fusion's; all: first layer, output too
     state_dim: int = Field(64, ge=1)  # of a mamba draft's recurrent state
+    taps: tuple[int, ...] | None = None  # layers whose inputs an eagle3 draft reads; None: a low, a middle, a high one
     draft_vocab_size: int | None = Field(None, ge=16)  # None: the target's own vocabulary
     init_from: str | None = None  # folder of a draft checkpoint to start from
 
     @model_validator(mode="after")
     def _no_option_of_another_kind(self) -> "DraftConfig":
-        for name in ("num_layers", "fusion_bias", "norms", "state_dim"):
+        for name in ("num_layers", "fusion_bias", "norms", "state_dim", "taps"):
             is_changed = getattr(self, name) != type(self).model_fields[name].default
             if is_changed and name not in _OPTIONS[self.kind]:
                 raise ValueError(f"draft.{name} is not an option of draft.kind {self.kind}; leave it out")
@@ -64,11 +66,11 @@ class FeaturesConfig(Section):
 
 class AlignConfig(Section):
     steps: int = Field(3, ge=1, le=8)
-    single_step_share: float = Field(0.0, ge=0, le=1)  # the first part of a run, with one align step (EAGLE, then HASS)
     feature_weight: float = Field(1.0, ge=0)
     ce_weight: float = Field(0.1, ge=0)
     topk_weight: float = Field(1.0, ge=0)
     topk: int = Field(10, ge=1)
+    detach: bool = True  # own features carry no gradient into the align step that made them; false as EAGLE-3 trains
     step_weights: tuple[float, ...] | None = None  # None: every align step counts the same
     feature_noise: float = Field(0.2, ge=0)  # uniform, times 512 / T, on the input features only
 
@@ -106,6 +108,14 @@ class LoopConfig(Section):
     project: str = "draftwood"
 
 
+class StageConfig(Section):
+    """A part of a run, one after the other, and what is different in it from the sections above."""
+
+    epochs: int | None = Field(None, ge=1)  # None: loop.epochs
+    align: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}  # a stage that changes it starts a schedule and moments of its own
+
+
 class EvaluateConfig(Section):
     prompts: str = "validation"  # "validation": held-out conversations; or a file of JSON Lines with `turns`
     num_prompts: int = Field(20, ge=1)
@@ -126,4 +136,41 @@ class RunConfig(Section):
     align: AlignConfig = AlignConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loop: LoopConfig = LoopConfig()
+    stages: tuple[StageConfig, ...] = ()  # none: all of the run is one stage
     evaluate: EvaluateConfig = EvaluateConfig()
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> "RunConfig":
+        self.stage_configs()
+        if self.stages and self.loop.epochs != 1 and all(stage.epochs is not None for stage in self.stages):
+            raise ValueError(f"loop.epochs is {self.loop.epochs}, but every stage has epochs of its own; leave it out")
+        return self
+
+    def stage_configs(self) -> "tuple[RunConfig, ...]":
+        """Of each stage this configuration with the stage's own `align`, `optimizer` and `loop.epochs`.
+
+        Raises:
+            ValueError: a stage with a key or value that its section does not know.
+        """
+        if not self.stages:
+            return (self,)
+        found = []
+        for number, stage in enumerate(self.stages):
+            own = {
+                "align": _changed(self.align, stage.align, f"stages.{number}.align"),
+                "optimizer": _changed(self.optimizer, stage.optimizer, f"stages.{number}.optimizer"),
+                "loop": self.loop.model_copy(update={"epochs": stage.epochs or self.loop.epochs}),
+            }
+            found.append(self.model_copy(update={**own, "stages": ()}))
+        return tuple(found)
+
+
+_Model = TypeVar("_Model", AlignConfig, OptimizerConfig)
+
+
+def _changed(section: _Model, changes: dict[str, Any], where: str) -> _Model:
+    try:
+        return type(section).model_validate(section.model_dump() | changes)
+    except ValidationError as error:
+        lines = [f"{'.'.join([where, *map(str, e['loc'])])}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+        raise ValueError("; ".join(lines)) from None

@@ -33,6 +33,12 @@ def test_there_are_recipes():
         ("align.step_weights=[1,2]", "step_weights has 2 entries, align.steps is 3"),
         ("target.name", "override 'target.name': expected section.field=value"),
         ("target.name.x=1", "'name' is not a section"),
+        ("stages.0.align.stps=1", r"stages\.0\.align\.stps: Extra inputs"),
+        ("stages.1.align={steps: 9}", r"stages\.1\.align\.steps: .*less than or equal to 8 \(got 9\)"),
+        ("stages.2.epochs=1", "expected a number below 2 instead of '2'"),
+        ("stages.epochs=1", r"expected stages\.<number>\.field=value"),
+        ("stages.0=1", r"expected stages\.<number>\.field=value"),
+        ("loop.epochs=3", "loop.epochs is 3, but every stage has epochs of its own"),
     ],
 )
 def test_a_mistake_is_named(override, message):
@@ -53,6 +59,17 @@ def test_overrides_win_over_the_file_and_an_int_may_stand_for_a_float(tmp_path):
     config = load_config(file, ["align.steps=4", "align.step_weights=[1, 0.8, 0.64, 0.512]"])
     assert config.optimizer.lr == 1.0 and config.align.steps == 4
     assert config.align.step_weights == (1.0, 0.8, 0.64, 0.512)
+
+
+def test_hass_is_its_published_two_stages_and_a_stage_can_be_overridden():
+    first, second = load_config("hass").stage_configs()
+    assert (first.loop.epochs, first.align.topk_weight, first.optimizer.lr) == (40, 0.0, 3e-5)
+    assert (second.loop.epochs, second.align.topk_weight, second.optimizer.lr) == (10, 1.0, 1e-5)
+    assert first.align.steps == second.align.steps == 3
+    shorter = load_config("hass", ["stages.1.epochs=2", "align.topk=5"]).stage_configs()
+    assert [(c.loop.epochs, c.align.topk) for c in shorter] == [(40, 5), (2, 5)]
+    (only,) = load_config("hass", ["stages=[]", "loop.epochs=3"]).stage_configs()
+    assert only.loop.epochs == 3 and only.align.topk_weight == 1.0
 
 
 def test_files_that_are_not_configurations_are_named(tmp_path):

@@ -30,7 +30,7 @@ from draftwood.train.checkpoints import Checkpoints, load_state, provenance, ran
 from draftwood.train.features import fingerprint
 from draftwood.train.losses import Distillation
 from draftwood.train.metrics import Meter, Metrics, summarise
-from draftwood.train.optim import Optimizers
+from draftwood.train.stages import Course, measured_config, plan_stages
 from draftwood.train.summary import announce
 from draftwood.train.tracking import MetricsLog, StopRequest
 
@@ -69,14 +69,21 @@ class Run:
     console: Console
     module: Distillation
     model: nn.Module  # `module`, inside DistributedDataParallel where there are several processes
-    optimizers: Optimizers
+    course: Course
     train: setup.Split
     validation: setup.Split
     checkpoints: Checkpoints
     log: MetricsLog
-    total_steps: int
+    measured: RunConfig  # the settings that validation measures by
     global_batch_size: int
     identity: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_steps(self) -> int:
+        return self.course.total_steps
+
+    def meter(self) -> Meter:
+        return Meter(self.measured.align.steps, self.accelerator.device)
 
 
 def distill(config: RunConfig, target: Target | None = None, console: Console | None = None) -> Path:
@@ -91,7 +98,7 @@ def distill(config: RunConfig, target: Target | None = None, console: Console | 
     """
     console = console or Console(stderr=True)
     run = _set_up(config, target, console)
-    meter = Meter(config.align.steps, run.accelerator.device)
+    meter = run.meter()
     position = _resume(run, meter)
     announce(run, position.step)
     run.log.start_at(position.step, run.total_steps)
@@ -126,24 +133,25 @@ def _set_up(config: RunConfig, target: Target | None, console: Console) -> Run:
     train, validation = setup.load_splits(config, target, data_folder, folder, accelerator, console)
     draft = setup.build_draft(config, target, train.rows)
     head = DistillHead.build(train.features.head.weight, draft.draft_vocab, target.logit_scale)
+    global_batch_size = config.loop.batch_size * accelerator.num_processes * config.loop.gradient_accumulation
+    stages = plan_stages(config, steps_per_epoch=-(-len(train.rows) // global_batch_size))
+    measured = measured_config(stages)
     module = Distillation(
         draft,
         head,
-        setup.loss_weights(config),
-        config.align.steps,
+        setup.loss_weights(measured),
+        measured.align.steps,
         config.loop.rows_per_chunk,
         setup.autocast_dtype(config),
     )
-    global_batch_size = config.loop.batch_size * accelerator.num_processes * config.loop.gradient_accumulation
-    total_steps = config.loop.epochs * -(-len(train.rows) // global_batch_size)
-    total_steps = min(total_steps, config.loop.max_steps or total_steps)
+    course = Course(module, stages)
     identity = {
-        **config.model_dump(mode="json", include={"seed", "draft", "align", "optimizer"}),
+        **config.model_dump(mode="json", include={"seed", "draft", "align", "optimizer", "stages"}),
         "target": fingerprint(target),
         "mixed_precision": config.loop.mixed_precision,
         "rows": train.sizes.digest,
         "global_batch_size": global_batch_size,
-        "total_steps": total_steps,
+        "total_steps": course.total_steps,
     }
     return Run(
         config=config,
@@ -152,12 +160,12 @@ def _set_up(config: RunConfig, target: Target | None, console: Console) -> Run:
         console=console,
         module=module,
         model=accelerator.prepare_model(module),
-        optimizers=Optimizers(draft, config.optimizer, total_steps),
+        course=course,
         train=train,
         validation=validation,
         checkpoints=Checkpoints(folder, config.loop.keep),
         log=MetricsLog(folder, config, accelerator, console),
-        total_steps=total_steps,
+        measured=measured,
         global_batch_size=global_batch_size,
         identity=identity,
     )
@@ -177,9 +185,10 @@ def _resume(run: Run, meter: Meter) -> Position:
             raise ResumeError(
                 f"{latest} is of another run ({details}). Undo the change, or use another name or draft.init_from"
             )
-        run.optimizers.load_state_dict(state["optimizers"])
-        set_random_state(state["random"])
         position = Position(**state["position"])
+        run.course.at(max(0, position.step - 1))  # whose optimizers were saved
+        run.course.optimizers.load_state_dict(state["optimizers"])
+        set_random_state(state["random"])
         if run.accelerator.is_main_process:
             meter.sums.copy_(state["meter"])
         run.console.print(f"resuming after step {position.step}, from {latest}", highlight=False)
@@ -191,20 +200,19 @@ def _train_step(run: Run, numbers: list[int], position: Position, meter: Meter) 
     accelerator, config = run.accelerator, run.config
     # Known to all from the rows themselves, so the loss is that of the global batch however it is split.
     num_rows = max(1, int(run.train.sizes.supervised[numbers].sum()))
-    is_single = position.step < config.align.single_step_share * run.total_steps
-    steps = 1 if is_single else config.align.steps
+    stage = run.course.at(position.step).config
     shares = micro_batches(numbers, config.loop.batch_size, accelerator.num_processes, accelerator.process_index)
     for i, share in enumerate(shares):
         batch = _load(run, run.train, share)
-        inputs = add_noise(batch, config.align.feature_noise, config.seed, position.epoch)
+        inputs = add_noise(batch, stage.align.feature_noise, config.seed, position.epoch)
         is_last = i == len(shares) - 1
         with nullcontext() if is_last else accelerator.no_sync(run.model):
-            out = run.model(batch, num_rows, inputs, steps)
+            out = run.model(batch, num_rows, inputs, stage.align.steps)
             # Processes are averaged by the reduction; the loss is a sum over all of them.
             accelerator.backward(out.loss * accelerator.num_processes)
         meter.add(out, batch)
-    norm = nn.utils.clip_grad_norm_(run.module.parameters(), config.optimizer.max_grad_norm)
-    run.optimizers.step(position.step)
+    norm = nn.utils.clip_grad_norm_(run.module.parameters(), stage.optimizer.max_grad_norm)
+    run.course.optimizers.step(position.step)
     return norm
 
 
@@ -215,9 +223,9 @@ def _after_step(
     loop, step = run.config.loop, position.step
     is_last = step == run.total_steps
     if step % loop.log_every == 0 or is_last:
-        metrics = _reduce(run, meter)
+        metrics = _reduce(run, meter, run.course.stage.config)
         meter.reset()
-        run.log.training(step, position.epoch, run.optimizers.factor(step - 1), float(norm), metrics)
+        run.log.training(step, position.epoch, run.course.optimizers.factor(step - 1), float(norm), metrics)
     if is_last or (is_epoch_end if loop.evaluate_every is None else step % loop.evaluate_every == 0):
         _validate_and_keep_best(run, position)
     is_stopped = stop.is_requested()
@@ -241,12 +249,13 @@ def _validate_and_keep_best(run: Run, position: Position) -> None:
 @torch.no_grad()
 def validate(run: Run) -> Metrics:
     """Metrics of the draft over all validation rows, each counted once; processes may have different shares."""
-    meter = Meter(run.config.align.steps, run.accelerator.device)
+    meter = run.meter()
     run.module.eval()
-    for batch in _validation_batches(run):
-        meter.add(run.module(batch, 1), batch)
+    with run.course.weighing(run.measured):
+        for batch in _validation_batches(run):
+            meter.add(run.module(batch, 1), batch)
     run.module.train()
-    return _reduce(run, meter)
+    return _reduce(run, meter, run.measured)
 
 
 def _validation_batches(run: Run) -> Iterator[Batch]:
@@ -259,12 +268,12 @@ def _validation_batches(run: Run) -> Iterator[Batch]:
 
 def _load(run: Run, split: setup.Split, numbers: list[int]) -> Batch:
     return collate(
-        numbers, split.rows, split.features(numbers), split.features.target.hidden_dim, run.accelerator.device
+        numbers, split.rows, split.features(numbers), split.features.target.feature_dim, run.accelerator.device
     )
 
 
-def _reduce(run: Run, meter: Meter) -> Metrics:
-    return summarise(run.accelerator.reduce(meter.sums.clone(), "sum"), run.module.weights)
+def _reduce(run: Run, meter: Meter, config: RunConfig) -> Metrics:
+    return summarise(run.accelerator.reduce(meter.sums.clone(), "sum"), setup.loss_weights(config))
 
 
 def _save(run: Run, position: Position, meter: Meter) -> Path:
@@ -273,7 +282,7 @@ def _save(run: Run, position: Position, meter: Meter) -> Path:
         state = {
             "identity": run.identity,
             "position": vars(position),
-            "optimizers": run.optimizers.state_dict(),
+            "optimizers": run.course.optimizers.state_dict(),
             "random": random_state(),
             "meter": sums,
         }

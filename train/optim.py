@@ -12,11 +12,16 @@ from draftwood.configs.schema import OptimizerConfig
 class Optimizers:
     """One or two torch optimizers stepped together; the learning rates follow from the number of the step alone."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int):
-        """Raises:
-        ValueError: `muon` for a model without matrices.
+    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int, first_step: int = 0):
+        """
+        Args:
+            total_steps: of the schedule, which begins at optimizer step `first_step` of the run.
+
+        Raises:
+            ValueError: `muon` for a model without matrices.
         """
         self.config = config
+        self.first_step = first_step
         self.total_steps = total_steps
         parameters = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in parameters if p.ndim == 2] if config.name == "muon" else []
@@ -32,11 +37,11 @@ class Optimizers:
             self.members.append((adamw, config.lr))
 
     def factor(self, step: int) -> float:
-        """What learning rates are multiplied by at optimizer step `step`, from 0."""
-        return schedule(step, self.total_steps, self.config)
+        """What learning rates are multiplied by at optimizer step `step` of the run, from 0."""
+        return schedule(step - self.first_step, self.total_steps, self.config)
 
     def step(self, step: int) -> None:
-        """Takes optimizer step number `step`, from 0, and clears the gradients."""
+        """Takes optimizer step number `step` of the run, from 0, and clears the gradients."""
         factor = self.factor(step)
         for optimizer, lr in self.members:
             for group in optimizer.param_groups:

@@ -1,10 +1,11 @@
 """What a run prints before its first step: what is frozen, tied and trained, how long it is, what it needs."""
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
+
+from draftwood.train.stages import Stage
 
 if TYPE_CHECKING:
     from draftwood.train.loop import Run
@@ -32,11 +33,7 @@ def describe(run: "Run", step: int) -> list[tuple[str, str]]:
     rest = f"{target.vocab_size:,} tokens" if draft.draft_vocab is None else f"{len(draft.draft_vocab):,} of its tokens"
     processes = run.accelerator.num_processes
     frozen = _millions(sum(p.numel() for p in target.model.parameters()))
-    optimizer = config.optimizer
     threads = f", {torch.get_num_threads()} CPU threads each" if run.accelerator.device.type == "cpu" else ""
-    rates = (
-        f"muon {optimizer.muon_lr} on matrices, adamw {optimizer.lr}" if optimizer.name == "muon" else f"{optimizer.lr}"
-    )
     return [
         ("frozen", f"target {target.name}, {frozen} parameters, {target.dtype}, {target.device}"),
         ("tied", f"the draft's embedding and head are the target's, for {rest}; never in a checkpoint"),
@@ -45,8 +42,8 @@ def describe(run: "Run", step: int) -> list[tuple[str, str]]:
                  f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
         ("batch", f"{run.global_batch_size} rows = {config.loop.batch_size} x {processes} processes x "
                   f"{config.loop.gradient_accumulation} accumulated{threads}"),
-        ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {_align_steps(run)} each"),
-        ("optimizer", f"{optimizer.name}, lr {rates}, {optimizer.schedule}; {config.loop.mixed_precision} autocast"),
+        ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {config.loop.mixed_precision} autocast"),
+        *((f"from step {stage.start:,}", _stage(stage)) for stage in run.course.stages),
         ("memory", f"about {training_bytes(run) / GB:.1f} GB per process beside the target"),
         ("folder", f"{run.folder}; a checkpoint every {config.loop.save_every} steps, {config.loop.keep} kept"),
     ]  # fmt: skip
@@ -55,7 +52,7 @@ def describe(run: "Run", step: int) -> list[tuple[str, str]]:
 def training_bytes(run: "Run") -> float:
     """An estimate: weights, gradients and moments, the activations of the longest batch, and one chunk of logits."""
     config, shape = run.config, run.module.draft.config.shape
-    moments = 1 if config.optimizer.name == "muon" else 2
+    moments = max(1 if s.config.optimizer.name == "muon" else 2 for s in run.course.stages)
     weights = 4 * _trained(run) * (2 + moments)
     width = 2 if config.loop.mixed_precision == "bf16" else 4
     longest = int(run.train.sizes.lengths.max())
@@ -63,17 +60,23 @@ def training_bytes(run: "Run") -> float:
     # per row and align step: norms and residuals in float32, projections and the feed-forward layer in `width` bytes
     per_row = 4 * 10 * shape.hidden_dim + width * (4 * shape.hidden_dim + 4 * shape.intermediate_dim)
     scores = 3 * 4 * config.loop.batch_size * shape.num_heads * longest * min(longest, 512)
-    activations = config.align.steps * (rows * per_row * run.module.draft.config.num_layers + scores)
+    activations = run.measured.align.steps * (rows * per_row * run.module.draft.config.num_layers + scores)
     vocab = run.module.head.draft_weight.shape[0]
     logits = min(config.loop.rows_per_chunk, rows) * vocab * (2 * 4 + 2 * width)
     return float(weights + activations + logits)
 
 
-def _align_steps(run: "Run") -> str:
-    align = run.config.align
-    text = f"{align.steps} align steps"
-    single = math.ceil(align.single_step_share * run.total_steps)
-    return f"1 align step until step {single:,}, then {text}" if single else text
+def _stage(stage: Stage) -> str:
+    align, optimizer = stage.config.align, stage.config.optimizer
+    steps = "1 align step" if align.steps == 1 else f"{align.steps} align steps"
+    topk = f"Top-{align.topk} times {align.topk_weight:g}" if align.topk_weight else "no Top-K term"
+    rates = f"{optimizer.lr:g}"
+    if optimizer.name == "muon":
+        rates = f"{optimizer.muon_lr:g} on matrices, adamw {optimizer.lr:g}"
+    return (
+        f"{steps}, {topk}; {optimizer.name} {rates}, "
+        f"{optimizer.schedule} over steps {stage.schedule_start:,} to {stage.schedule_end:,}"
+    )
 
 
 def _trained(run: "Run") -> int:

@@ -230,8 +230,9 @@ def test_a_step_follows_the_mean_gradient_over_the_supervised_rows_of_its_global
     assert log_of(config)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_first_share_of_a_run_takes_one_align_step_and_validation_always_takes_all(make_config, target):
-    config = make_config("align.single_step_share=0.5", "loop.evaluate_every=3", "align.step_weights=[1.0, 0.8, 0.6]")
+def test_a_stage_takes_its_own_align_steps_and_validation_always_takes_all(make_config, target):
+    stages = "stages=[{align: {steps: 1, step_weights: [1.0]}}, {}]"
+    config = make_config(stages, "loop.epochs=1", "loop.evaluate_every=3", "align.step_weights=[1.0, 0.8, 0.6]")
     distill(config, target)
     assert [len(record["align"]) for record in log_of(config)] == [1] * 6 + [3] * 6
     assert [len(record["align"]) for record in log_of(config, "validation")] == [3] * 4
