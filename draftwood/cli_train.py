@@ -50,3 +50,38 @@ def distill(
     from draftwood.train.launch import main as launch
 
     launch(["--config", config, *(overrides or [])])
+
+
+@app.command()
+def hybridize(
+    target: Annotated[str, typer.Argument(help="Llama-style model: built-in name, folder or hub id.")],
+    layers: Annotated[str, typer.Option(help="Attention layers to replace: 1,3,5 or auto:<how many>.")],
+    out: Annotated[Path, typer.Option(help="Folder for the hybrid; a run that was stopped there goes on.")],
+    source: Annotated[str, typer.Option(help="`sharegpt`, or a file of conversations.")] = "sharegpt",
+    fit_tokens: Annotated[int, typer.Option(help="Of each mixer's fit to its attention layer.")] = 400_000,
+    select_tokens: Annotated[int, typer.Option(help="Of the fit, before auto chooses.")] = 120_000,
+    distil_tokens: Annotated[int, typer.Option(help="Of the whole hybrid's distillation.")] = 1_200_000,
+    length: Annotated[int, typer.Option(help="Tokens of a block.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Blocks of a step, all processes together.")] = 4,
+    lr: Annotated[float, typer.Option(help="Of the fit.")] = 1e-3,
+    distil_lr: Annotated[float, typer.Option(help="Of the distillation.")] = 5e-4,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of the order of the data and the new weights.")] = 0,
+    tracker: Annotated[str, typer.Option(help="none, wandb or tensorboard.")] = "none",
+    data_folder: Annotated[Path | None, typer.Option(help="Prepared rows; default: in the cache folder.")] = None,
+) -> None:
+    """Replace attention layers by Mamba-2 mixers and distil: a plain Bamba model that transformers loads."""
+    from rich.console import Console
+
+    from draftwood.train.hybridize import HybridizeConfig, chosen_layers
+    from draftwood.train.hybridize import hybridize as run
+
+    numbers, num_auto = chosen_layers(layers)
+    config = HybridizeConfig(
+        numbers, num_auto, fit_tokens, select_tokens, distil_tokens, length, batch_size, lr, distil_lr,
+        save_every=save_every, seed=seed,
+    )  # fmt: skip
+    console = Console(stderr=True)
+    found = run(target, source, out, config, data_folder=data_folder, tracker=tracker, console=console)
+    if found is not None:
+        console.print(f"{out}: KL {found.kl:.3f} nats, top-1 agreement {found.top1:.1%} on held-out text")

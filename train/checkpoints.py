@@ -98,11 +98,16 @@ def provenance(config: RunConfig, **facts: Any) -> dict[str, Any]:
     return {
         "config": config.model_dump(mode="json"),
         "git": _git_commit(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": package_versions(),
         "argv": sys.argv,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Of Python and the packages that a result depends on."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 @cache

@@ -1,0 +1,37 @@
+"""The mixers of a hybrid in one small file: matrices as int8 rows with a scale each, everything else as it is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_SCALE = ".scale"
+
+
+def save_mixers(mixers: Mapping[int, Mapping[str, Tensor]], path: Path) -> None:
+    """Writes the state of each layer's mixer."""
+    tensors = {}
+    for layer, state in mixers.items():
+        for name, weight in state.items():
+            key = f"{layer}.{name}"
+            if weight.ndim == 2:
+                scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+                tensors[key] = (weight.float() / scale).round().to(torch.int8).contiguous()
+                tensors[key + _SCALE] = scale
+            else:
+                tensors[key] = weight.float().contiguous()
+    save_file(tensors, path)
+
+
+def load_mixers(path: Path) -> dict[int, dict[str, Tensor]]:
+    """The float32 state of each layer's mixer."""
+    tensors = load_file(path)
+    mixers: dict[int, dict[str, Tensor]] = {}
+    for key, weight in tensors.items():
+        if not key.endswith(_SCALE):
+            layer, name = key.split(".", 1)
+            scale = tensors.get(key + _SCALE)
+            mixers.setdefault(int(layer), {})[name] = weight if scale is None else weight.float() * scale
+    return mixers

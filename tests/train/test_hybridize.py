@@ -1,0 +1,125 @@
+"""A hybrid of a tiny model: it learns, chooses layers, can be stopped at any step and goes on as if it had not."""
+
+import json
+
+import pytest
+import tiny_run
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from draftwood.models.target import load_target
+from draftwood.train.hybridize import HybridizeConfig, Hybridizer, agreement, chosen_layers, hybridize
+from draftwood.train.prepare import load_rows, prepare
+from draftwood.train.token_blocks import TokenBlocks
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workshop")
+    tiny_run.make(folder, count=40)
+    prepare(folder / "rows.jsonl", tiny_run.tokenizer(), folder / "rows", max_length=64, num_validation=8)
+    return folder
+
+
+class StopAfter:
+    def __init__(self, steps):
+        self.steps = steps
+
+    def is_requested(self):
+        self.steps -= 1
+        return self.steps == 0
+
+
+def config(**changes):
+    small = dict(fit_tokens=320, select_tokens=160, distil_tokens=320, length=16, batch_size=2, warmup_steps=1)
+    return HybridizeConfig(**{**small, "num_auto": 1, **changes})
+
+
+def hybridizer(workshop, out, settings, seen=None):
+    model = load_target(str(workshop / "target")).model
+    rows = [load_rows(workshop / "rows", name) for name in ("train", "validation")]
+    log = (lambda stage, _, figures: seen.append((stage, figures))) if seen is not None else lambda *_: None
+    return Hybridizer(model, *rows, out, settings, Accelerator(), log)
+
+
+def test_both_stages_bring_the_hybrid_nearer_to_the_original(workshop, tmp_path):
+    seen = []
+    settings = config(fit_tokens=3200, distil_tokens=3200, lr=1e-2, distil_lr=1e-2)
+    assert hybridizer(workshop, tmp_path, settings, seen).run(StopAfter(-1)) is not None
+    for stage in ("fit", "distil"):
+        losses = [figures["loss"] for name, figures in seen if name == stage]
+        assert sum(losses[-5:]) < sum(losses[:5]), stage
+
+
+def test_auto_keeps_the_layer_that_changes_the_original_least(workshop, tmp_path):
+    run = hybridizer(workshop, tmp_path, config())
+    run.run(StopAfter(-1))
+    kl = run.progress.alone_kl
+    assert set(kl) == set(range(run.model.config.num_hidden_layers))
+    assert run.progress.layers == [min(kl, key=kl.get)]
+
+
+@pytest.mark.parametrize("steps", [3, 5, 8, 10, 13])  # in each stage, and where one ends
+def test_a_stopped_run_goes_on_to_the_same_weights(workshop, tmp_path, steps):
+    whole = hybridizer(workshop, tmp_path / "whole", config()).run(StopAfter(-1))
+    assert hybridizer(workshop, tmp_path / "cut", config()).run(StopAfter(steps)) is None
+    resumed = hybridizer(workshop, tmp_path / "cut", config()).run(StopAfter(-1))
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_only_mixers_differ_from_the_original(workshop, tmp_path):
+    model = load_target(str(workshop / "target")).model
+    hybrid = hybridizer(workshop, tmp_path, config()).run(StopAfter(-1))
+    assert torch.equal(hybrid.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert torch.equal(hybrid.model.layers[0].feed_forward.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_the_folder_is_a_plain_model_with_its_recipe(workshop, tmp_path):
+    settings = config(num_auto=0, layers=(0,))
+    found = hybridize(
+        str(workshop / "target"), str(workshop / "rows.jsonl"), tmp_path, settings,
+        data_folder=workshop / "rows2", max_length=64, num_validation=8, num_proc=1, console=Console(quiet=True),
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "bamba" and model.config.layers_block_type[0] == "linear_attention"
+    record = json.loads((tmp_path / "hybrid.json").read_text())
+    assert record["layers"] == [0] and record["held_out"]["kl_nats"] == found.kl
+    assert load_target(str(tmp_path)).tokenizer is not None
+
+
+def test_other_settings_are_refused_where_a_run_was_begun(workshop, tmp_path):
+    hybridizer(workshop, tmp_path, config()).run(StopAfter(2))
+    with pytest.raises(ValueError, match="was begun with lr="):
+        hybridizer(workshop, tmp_path, config(lr=0.5))
+
+
+def test_agreement_is_kl_in_nats_and_the_share_of_equal_choices():
+    p, q = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.7, 0.1]]), torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]])
+    found = agreement((p + 1e-30).log(), q.log())
+    expected = (0.5 * torch.tensor(2.0).log() + (p[1] * (p[1] / q[1]).log()).sum()) / 2
+    assert found.kl == pytest.approx(expected.item(), abs=1e-6)
+    assert found.top1 == 0.5
+
+
+def test_blocks_are_the_shuffled_stream_and_begin_again_at_its_end(workshop):
+    rows = load_rows(workshop / "rows", "train")
+    blocks = TokenBlocks(rows, 16, seed=3)
+    total = sum(len(row["input_ids"]) for row in rows)
+    assert len(blocks) == total // 16
+    assert torch.equal(blocks.batch(0, 4), blocks.blocks[:4].long())
+    assert torch.equal(blocks.batch(1, len(blocks)), blocks.batch(0, len(blocks)))
+    assert not torch.equal(TokenBlocks(rows, 16, seed=4).blocks, blocks.blocks)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1,3,5", ((1, 3, 5), 0)), ("auto:15", ((), 15))])
+def test_layers_are_named_or_counted(text, expected):
+    assert chosen_layers(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "auto", "auto:0", "1,x", "half"])
+def test_other_words_for_layers_are_refused(text):
+    with pytest.raises(ValueError, match="expected numbers"):
+        chosen_layers(text)

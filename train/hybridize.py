@@ -1,0 +1,420 @@
+"""Makes a Llama-style model hybrid: attention layers replaced by Mamba-2 mixers, distilled from the model itself.
+
+Two stages, as in MOHAWK (arXiv 2408.10189) and MambaInLlama (arXiv 2408.15237):
+
+    fit      every mixer learns its own attention layer's outputs from its inputs in the original model, all at once
+    distil   the hybrid as a whole learns the original's next-token distribution (KL); only the mixers train
+
+`auto:<n>` replaces the n layers whose mixers, each alone in the original model, change its distribution least.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from rich.console import Console
+from rich.progress import Progress as RichProgress
+from rich.progress import TextColumn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftwood.kernels.distill_loss import DistillHead, DistillWeights, distill_loss
+from draftwood.models.assets import cache_root
+from draftwood.models.hybrid import AttentionTaps, build_hybrid, initialise_scale, matrix_scan, mixer_for, replaced
+from draftwood.models.target import load_target, load_tokenizer
+from draftwood.train.checkpoints import package_versions
+from draftwood.train.prepare import load_rows, prepare
+from draftwood.train.token_blocks import TokenBlocks
+from draftwood.train.tracking import StopRequest
+
+_STATE = "training.pt"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HybridizeConfig:
+    """How a hybrid is trained.
+
+    Attributes:
+        layers: those to replace; `num_auto` instead chooses so many.
+        fit_tokens, select_tokens, distil_tokens: of the stages, all processes together; the choice comes after the
+            first `select_tokens` of the fit.
+        length: tokens of a block; batch_size: blocks of a step, all processes together.
+    """
+
+    layers: tuple[int, ...] = ()
+    num_auto: int = 0
+    fit_tokens: int = 400_000
+    select_tokens: int = 120_000
+    distil_tokens: int = 1_200_000
+    length: int = 256
+    batch_size: int = 4
+    lr: float = 1e-3
+    distil_lr: float = 5e-4
+    warmup_steps: int = 20
+    max_grad_norm: float = 1.0
+    save_every: int = 50
+    evaluate_blocks: int = 64
+    seed: int = 0
+
+
+def chosen_layers(text: str) -> tuple[tuple[int, ...], int]:
+    """`1,3,5` as ((1, 3, 5), 0), `auto:15` as ((), 15).
+
+    Raises:
+        ValueError: neither form.
+    """
+    kind, colon, number = text.partition(":")
+    try:
+        if colon and kind == "auto" and int(number) > 0:
+            return (), int(number)
+        return tuple(sorted({int(part) for part in text.split(",")})), 0
+    except ValueError:
+        raise ValueError(f"layers {text!r}: expected numbers such as 1,3,5, or auto:<how many>") from None
+
+
+class Agreement(NamedTuple):
+    """Mean over tokens: KL(original, hybrid) in nats, and the share where both have the same likeliest token."""
+
+    kl: float
+    top1: float
+
+
+@dataclass
+class Progress:
+    """Where a run is and what it has found; saved with the weights.
+
+    Attributes:
+        stage: select, fit, distil or done; `step`: of that stage.
+        alone_kl: KL of each candidate layer's mixer alone in the original, where layers were chosen.
+    """
+
+    stage: str
+    step: int = 0
+    layers: list[int] = field(default_factory=list)
+    alone_kl: dict[int, float] = field(default_factory=dict)
+    batches: int = 0
+
+
+class Mixers(nn.Module):
+    """A mixer for each of `layers`."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+        super().__init__()
+        self.layers = list(layers)
+        self.mixers = nn.ModuleList(mixer_for(model, i) for i in layers)
+
+    def forward(self, inputs: list[Tensor], outputs: list[Tensor]) -> Tensor:
+        """[layers]: the squared error of each mixer over the power of what its attention layer gave."""
+        found = zip(self.mixers, inputs, outputs, strict=True)
+        return torch.stack([(m(x).float() - y.float()).square().sum() / y.float().square().sum() for m, x, y in found])
+
+    def keep(self, layers: Sequence[int]) -> None:
+        """Drops the mixers of other layers."""
+        self.mixers = nn.ModuleList(self.mixers[self.layers.index(i)] for i in layers)
+        self.layers = list(layers)
+
+
+class Hybridizer:
+    """One run in folder `out`; `run` goes on from where the last one there stopped."""
+
+    def __init__(self, model: PreTrainedModel, train: Dataset, validation: Dataset, out: Path, config: HybridizeConfig,
+                 accelerator: Accelerator, log: Callable[[str, int, dict[str, float]], None]):  # fmt: skip
+        self.config, self.out, self.accelerator, self.log = config, out, accelerator, log
+        self.model = model.to(accelerator.device).eval().requires_grad_(False)
+        self.blocks = TokenBlocks(train, config.length, config.seed)
+        self.held_out = TokenBlocks(validation, config.length, config.seed)
+        candidates = config.layers or tuple(range(model.config.num_hidden_layers))
+        self.progress = Progress("fit" if config.layers else "select", layers=list(candidates))
+        self.identity = {k: v for k, v in asdict(config).items() if k not in ("save_every", "evaluate_blocks")}
+        self.saved = self._load()
+        torch.manual_seed(config.seed)
+        self.mixers = Mixers(model, self.progress.layers).to(accelerator.device)
+        if self.saved is not None:
+            self.mixers.load_state_dict(self.saved["mixers"])
+
+    def run(self, stop: StopRequest) -> PreTrainedModel | None:
+        """The hybrid, or None where `stop` ended the run early; what was done is saved."""
+        config = self.config
+        tokens = config.length * config.batch_size
+        if self.progress.stage == "select":
+            if not self._train("select", config.select_tokens // tokens, stop):
+                return None
+            self._choose()
+        if self.progress.stage == "fit":
+            left = config.fit_tokens - (0 if config.layers else config.select_tokens)
+            if not self._train("fit", left // tokens, stop):
+                return None
+            self._enter("distil")
+        if self.progress.stage == "distil" and not self._train("distil", config.distil_tokens // tokens, stop):
+            return None
+        self._enter("done")
+        return build_hybrid(self.model, {i: m.state_dict() for i, m in self._mixers().items()})
+
+    def _mixers(self) -> dict[int, nn.Module]:
+        return dict(zip(self.mixers.layers, self.mixers.mixers, strict=True))
+
+    def _enter(self, stage: str) -> None:
+        self.progress.stage, self.progress.step, self.saved = stage, 0, None
+        self._save(None)
+
+    def _train(self, stage: str, steps: int, stop: StopRequest) -> bool:
+        """Trains to step `steps` of `stage`; False where `stop` came first."""
+        config, accelerator, progress = self.config, self.accelerator, self.progress
+        loss = _Distilling(self.model, self._mixers()) if stage == "distil" else _Fitting(self.model, self.mixers)
+        if stage == "select" and progress.step == 0:
+            with self._precision(), torch.no_grad():
+                loss.scale(self._batch())
+        trained = accelerator.prepare(loss) if accelerator.num_processes > 1 else loss
+        parameters = [p for p in self.mixers.parameters() if p.requires_grad]
+        lr = config.distil_lr if stage == "distil" else config.lr
+        optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        if self.saved is not None and self.saved["optimizer"] is not None:
+            optimizer.load_state_dict(self.saved["optimizer"])
+            self.saved = None
+        started = perf_counter()
+        while progress.step < steps:
+            with self._precision():
+                figures = trained(self._batch())
+            accelerator.backward(figures["loss"])
+            norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * _schedule(progress.step, steps, config.warmup_steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            progress.step += 1
+            progress.batches += 1
+            seconds, started = perf_counter() - started, perf_counter()
+            self.log(stage, steps, {"step": progress.step, "norm": float(norm), "seconds": seconds,
+                                    **{k: float(v.detach()) for k, v in figures.items()}})  # fmt: skip
+            stopped = stop.is_requested()
+            if progress.step % config.save_every == 0 or stopped:
+                self._save(optimizer)
+            if stopped:
+                return False
+        return True
+
+    def _batch(self) -> Tensor:
+        ids = self.blocks.batch(self.progress.batches, self.config.batch_size)
+        share = ids[self.accelerator.process_index :: self.accelerator.num_processes]
+        return share.to(self.accelerator.device)
+
+    def _precision(self) -> Any:
+        return _Precision(self.accelerator.device.type)
+
+    def _choose(self) -> None:
+        """Keeps the layers whose mixers alone change the original least."""
+        blocks = self.held_out.batch(0, min(8, len(self.held_out))).to(self.accelerator.device)
+        with torch.no_grad(), self._precision():
+            wanted = self.model(blocks, use_cache=False).logits
+            for layer, mixer in self._mixers().items():
+                with replaced(self.model.model.layers[layer].self_attn, mixer):
+                    found = agreement(wanted, self.model(blocks, use_cache=False).logits)
+                self.progress.alone_kl[layer] = found.kl
+        best = sorted(self.progress.alone_kl, key=lambda i: self.progress.alone_kl[i])[: self.config.num_auto]
+        self.mixers.keep(sorted(best))
+        self.progress.layers = sorted(best)
+        self._enter("fit")
+
+    def _save(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        partial = self.out / f".partial-{_STATE}"
+        state = {
+            "identity": self.identity,
+            "progress": asdict(self.progress),
+            "mixers": self.mixers.state_dict(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+        }
+        torch.save(state, partial)
+        partial.replace(self.out / _STATE)
+
+    def _load(self) -> dict[str, Any] | None:
+        path = self.out / _STATE
+        if not path.is_file():
+            return None
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        for key, value in state["identity"].items():
+            now = self.identity.get(key)
+            if json.dumps(value) != json.dumps(now):
+                raise ValueError(
+                    f"{path}: was begun with {key}={value}, not {now}; give another --out, or the same settings"
+                )
+        self.progress = Progress(**state["progress"])
+        return state
+
+
+class _Fitting(nn.Module):
+    """Each mixer against its own attention layer, inside the original."""
+
+    def __init__(self, model: PreTrainedModel, mixers: Mixers):
+        super().__init__()
+        self.original = (model,)  # in a tuple, so that its weights are not this module's
+        self.mixers = mixers
+
+    def _caught(self, ids: Tensor) -> AttentionTaps:
+        taps = AttentionTaps(self.original[0], self.mixers.layers)
+        with torch.no_grad(), taps.caught():
+            self.original[0].model(ids, use_cache=False)
+        return taps
+
+    def scale(self, ids: Tensor) -> None:
+        taps = self._caught(ids)
+        for mixer, x, y in zip(self.mixers.mixers, taps.inputs, taps.outputs, strict=True):
+            initialise_scale(mixer, x, y)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        taps = self._caught(ids)
+        errors = self.mixers(taps.inputs, taps.outputs)
+        return {"loss": errors.sum(), "error": errors.detach().mean()}
+
+
+class _Distilling(nn.Module):
+    """The hybrid as a whole: cross-entropy of its next-token distribution against the original's."""
+
+    def __init__(self, model: PreTrainedModel, mixers: dict[int, nn.Module]):
+        super().__init__()
+        self.original = (model,)
+        states = {layer: mixer.state_dict() for layer, mixer in mixers.items()}
+        hybrid = build_hybrid(model, states).to(model.device, model.dtype).requires_grad_(False)
+        for layer, mixer in mixers.items():  # the very modules: they stay float32 and train
+            hybrid.model.layers[layer].mamba = mixer
+        self.hybrid = hybrid
+        self.head = DistillHead.build(model.get_output_embeddings().weight, dtype=torch.bfloat16)
+        self.weights = DistillWeights(feature=0.0, ce=1.0, topk=0.0)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            wanted = self.original[0].model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        found = self.hybrid.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        out = distill_loss([found], wanted, self.head, self.weights, num_rows=len(found))
+        return {"loss": out.loss}
+
+
+class _Precision:
+    """bfloat16 where matmuls are, and the matrix form of the scan."""
+
+    def __init__(self, device_type: str):
+        self.contexts = (torch.autocast(device_type, torch.bfloat16), matrix_scan())
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, hybrid: PreTrainedModel, blocks: Tensor) -> Agreement:
+    """How well `hybrid` agrees with `model` on `blocks` [N, T], by plain forwards of both."""
+    found = [agreement(model(b[None], use_cache=False).logits, hybrid(b[None], use_cache=False).logits) for b in blocks]
+    return Agreement(*(sum(values) / len(found) for values in zip(*found, strict=True)))
+
+
+def agreement(wanted: Tensor, given: Tensor) -> Agreement:
+    """Of logits [..., V]."""
+    p, q = wanted.float().log_softmax(-1), given.float().log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).mean()
+    return Agreement(float(kl), float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+
+
+def _schedule(step: int, steps: int, warmup: int) -> float:
+    """Linear warm-up, constant, and down to zero over the last half."""
+    return min(1.0, (step + 1) / max(1, warmup), 2 * (steps - step) / max(1, steps))
+
+
+def hybridize(
+    target: str,
+    source: str,
+    out: Path,
+    config: HybridizeConfig,
+    *,
+    data_folder: Path | None = None,
+    max_length: int = 1024,
+    num_validation: int = 200,
+    num_proc: int = 2,
+    tracker: str = "none",
+    console: Console,
+) -> Agreement | None:
+    """Writes a plain `BambaForCausalLM` folder into `out`, with `hybrid.json` beside it; None where it was interrupted.
+
+    Args:
+        target: built-in name, folder or hub id of a Llama-style model.
+        source: conversations, as `prepare` takes them; every token of them is trained on.
+        data_folder: prepared rows, made here if they are not there; None: in the cache folder.
+
+    Raises:
+        ValueError: an architecture or layers that do not fit, or `out` was begun with other settings.
+    """
+    tokenizer = load_tokenizer(target)
+    folder = data_folder or cache_root() / "rows" / f"{Path(source).stem}-{Path(target).name}-{max_length}-hybridize"
+    prepare(source, tokenizer, folder, max_length=max_length, num_validation=num_validation, num_proc=num_proc)
+    accelerator = Accelerator(mixed_precision="no", log_with=None if tracker == "none" else tracker, project_dir=out)
+    if tracker != "none":
+        accelerator.init_trackers("draftwood-hybridize", asdict(config))
+    model = load_target(target, dtype="bfloat16", device=accelerator.device).model
+    out.mkdir(parents=True, exist_ok=True)
+    with StopRequest(accelerator) as stop, _Shown(console, accelerator, out / "metrics.jsonl") as shown:
+        run = Hybridizer(
+            model, load_rows(folder, "train"), load_rows(folder, "validation"), out, config, accelerator, shown.log
+        )
+        hybrid = run.run(stop)
+    if tracker != "none":
+        accelerator.end_training()
+    if hybrid is None:
+        console.print(f"Stopped; the same command goes on from {out / _STATE}")
+        return None
+    if not accelerator.is_main_process:
+        return None
+    hybrid.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    found = measure(model.float().cpu(), hybrid, run.held_out.batch(0, min(config.evaluate_blocks, len(run.held_out))))
+    record = {
+        "made_from": target,
+        "source": source,
+        "recipe": asdict(config),
+        "layers": run.progress.layers,
+        "alone_kl": run.progress.alone_kl,
+        "held_out": {"kl_nats": found.kl, "top1_agreement": found.top1, "blocks": config.evaluate_blocks},
+        "versions": package_versions(),
+    }
+    (out / "hybrid.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return found
+
+
+class _Shown:
+    """Every step into a JSON Lines file and the trackers, the latest on the console; by the main process."""
+
+    def __init__(self, console: Console, accelerator: Accelerator, path: Path):
+        self.accelerator, self.path = accelerator, path
+        columns = (*RichProgress.get_default_columns(), TextColumn("{task.fields[figures]}"))
+        self.progress = RichProgress(*columns, console=console, disable=not accelerator.is_main_process)
+        self.tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Shown":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.progress.stop()
+
+    def log(self, stage: str, total: int, figures: dict[str, float]) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"stage": stage, **figures}) + "\n")
+        self.accelerator.log({f"{stage}/{name}": value for name, value in figures.items()})
+        if stage not in self.tasks:
+            self.tasks[stage] = self.progress.add_task(stage, total=total, figures="")
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "step")
+        self.progress.update(self.tasks[stage], completed=figures["step"], figures=shown)
