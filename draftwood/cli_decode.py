@@ -18,6 +18,7 @@ from draftwood.cli_options import (
     TreeOption,
     load_models,
     prompt_set_of,
+    tree_of,
 )
 
 app = typer.Typer()
@@ -45,7 +46,7 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    _, summary = answer(*models, text, _write, tree=tree, **settings)
+    _, summary = answer(*models, text, _write, tree=tree_of(tree, draft, models[0]), **settings)
     typer.echo()
     typer.echo(summary, err=True)
 
@@ -84,6 +85,7 @@ def evaluate(
     settings: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
+    spec = tree_of(tree, draft, models[0])
     for prompt_set in sets:
         name = prompt_set.name
         with Console(stderr=True).status(f"{name}: {len(prompt_set.prompts)} prompts") as status:
@@ -91,7 +93,7 @@ def evaluate(
             def show(done: int, total: int, name: str = name, status: Any = status) -> None:
                 status.update(f"{name}: {done} of {total}")
 
-            report = run(*models, prompt_set, tree=tree, baseline=baseline, repeats=repeats, on_prompt=show, **settings)
+            report = run(*models, prompt_set, tree=spec, baseline=baseline, repeats=repeats, on_prompt=show, **settings)
         Console().print(report.table())
         typer.echo(f"{report.save(out)}", err=True)
 

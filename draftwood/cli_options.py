@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 TargetOption = Annotated[str, typer.Option("--target", help="Built-in name, folder or hub id of the target.")]
 TreeOption = Annotated[
-    str, typer.Option("--tree", help="chain-<k>, stree, eagle-25, dynamic or dynamic-<draft nodes>.")
+    str, typer.Option("--tree", help="chain-<k>, stree, eagle-25, dynamic, dynamic-<draft nodes>, plan or its file.")
 ]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16; default: as saved.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Default: the first GPU, else the CPU.")]
@@ -25,13 +25,33 @@ def load_models(target: str, draft: Path | None, tree: str, dtype: str | None, d
     from draftwood.decode.propose import resolve_tree
     from draftwood.models.target import load_target
 
-    resolve_tree(tree)
+    if not _is_plan(tree):
+        resolve_tree(tree)
     loaded = load_target(target, dtype, device)
     if draft is None:
         return loaded, None
     from draftwood.models.checkpoint import load_draft
 
     return loaded, load_draft(draft, loaded)
+
+
+def _is_plan(tree: str) -> bool:
+    return tree == "plan" or tree.endswith(".json")
+
+
+def tree_of(tree: str, draft: Path | None, target: Any) -> Any:
+    """What `--tree` means: for `plan` the plan in the draft's folder, for a `.json` the plan in it, else a name.
+
+    Raises:
+        ValueError: `plan` without a draft, or a plan that does not fit the target.
+    """
+    if not _is_plan(tree):
+        return tree
+    if draft is None:
+        raise ValueError("--tree plan: there is no draft; give its folder with --draft")
+    from draftwood.decode.propose.plan import load_plan
+
+    return load_plan(draft if tree == "plan" else tree, str(target.dtype).removeprefix("torch."))
 
 
 def prompt_set_of(source: str, tokenizer: Any, limit: int | None, max_tokens: int | None) -> "PromptSet":

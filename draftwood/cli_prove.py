@@ -49,3 +49,46 @@ def certify(
     Console().print(certificate.table())
     typer.echo(f"{certificate.save(out or draft / 'certificate.json')}", err=True)
     raise typer.Exit(0 if certificate.passed else 1)
+
+
+@app.command()
+def plan(
+    target: Annotated[str, typer.Argument(help="Built-in name, folder or hub id of the target.")],
+    draft: Annotated[Path, typer.Argument(help="Folder of a draft.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSON Lines with `turns`; default: built-in prompts.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts to observe acceptance on.")] = 8,
+    dtypes: Annotated[str | None, typer.Option("--dtype", help="One or more, by commas; default: as saved.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to decode for each prompt.")] = 48,
+    temperature: Annotated[float, typer.Option(help="At which acceptance is observed.")] = 0.0,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each step.")] = 7,
+    seed: Annotated[int, typer.Option(help="Of sampling and interval.")] = 0,
+    device: DeviceOption = None,
+    out: Annotated[Path | None, typer.Option(help="Default: plan.json in the draft's folder.")] = None,
+) -> None:
+    """Find the fastest tree for a draft on this machine, or that none is; `--tree plan` then uses it."""
+    from rich.console import Console
+
+    from draftwood.decode.certify import built_in_prompts
+    from draftwood.decode.planner import make_plan
+
+    models = {}
+    for dtype in dtypes.split(",") if dtypes else [None]:
+        loaded = load_models(target, draft, "dynamic", dtype, device)
+        models[str(loaded[0].dtype).removeprefix("torch.")] = loaded
+    first = next(iter(models.values()))[0]
+    if prompts is None:
+        ids = built_in_prompts(first, num_prompts)
+    else:
+        ids = [p.input_ids for p in prompt_set_of(str(prompts), first.tokenizer, num_prompts, None).prompts]
+    with Console(stderr=True).status("") as status:
+        planning = make_plan(
+            models,
+            ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            repeats=repeats,
+            seed=seed,
+            on_progress=status.update,
+        )
+    Console().print(planning.table())
+    typer.echo(f"{planning.save(out or draft)}", err=True)

@@ -1,0 +1,195 @@
+"""`draftwood plan`: which tree is fastest with this draft on this machine, by how much, and whether any is."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from draftwood.decode.acceptance import (
+    LEVELS,
+    Observation,
+    acceptance_table,
+    dynamic_tokens,
+    observe,
+    wide_tree,
+)
+from draftwood.decode.cost import Costs, makes_dynamic, measure_costs
+from draftwood.decode.evaluate import describe_machine
+from draftwood.decode.optimal_tree import best_tree, expected_tokens
+from draftwood.decode.propose import DynamicTree
+from draftwood.decode.propose.plan import FILE, FORMAT, Plan
+from draftwood.models.tree import Tree
+
+if TYPE_CHECKING:
+    from draftwood.models.target import Target
+
+BUSY = 1.5  # spread of the times above which something else was running
+MAX_NODES = 60  # draft nodes of a tree
+RESAMPLES = 500
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Attributes:
+    plans: by dtype.
+    settings: what was measured, on what.
+    """
+
+    plans: dict[str, Plan]
+    settings: dict[str, Any]
+
+    @property
+    def best(self) -> str:
+        """The dtype that gives most tokens per second, with drafts or without."""
+        return min(self.plans, key=self._ms_per_token)
+
+    def _ms_per_token(self, dtype: str) -> float:
+        plan = self.plans[dtype]
+        return min(plan.step_ms / plan.tokens_per_step, plan.autoregressive_ms)
+
+    @property
+    def fastest_autoregressive(self) -> str:
+        return min(self.plans, key=lambda dtype: self.plans[dtype].autoregressive_ms)
+
+    def verdict(self) -> str:
+        plan = self.plans[self.best]
+        base = self.plans[self.fastest_autoregressive].autoregressive_ms
+        over_best = base * plan.tokens_per_step / plan.step_ms
+        if not plan.is_worthwhile or over_best <= 1:
+            return "do not speculate: decoding without drafts is faster on this machine"
+        text = f"speculate in {self.best}: {over_best:.2f}x the fastest decoding without drafts"
+        if plan.interval[0] < 1:
+            text += "; not certain, the interval reaches below 1"
+        return text
+
+    @property
+    def warning(self) -> str:
+        """That the times can't be relied on, or nothing."""
+        spread = max(plan.details["costs_ms"]["spread"] for plan in self.plans.values())
+        if spread <= BUSY:
+            return ""
+        return f"the machine was busy: the times of a step vary by {spread:.1f}x; plan again when it is idle"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "best": self.best,
+            "verdict": self.verdict(),
+            "warning": self.warning,
+            "settings": self.settings,
+            "plans": {dtype: plan.to_dict() for dtype, plan in self.plans.items()},
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a file, or `plan.json` in a folder."""
+        path = Path(path)
+        path = path / FILE if path.is_dir() else path
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def table(self) -> Table:
+        caption = f"{self.settings['device']}, batch 1, predicted. {self.warning}".strip()
+        table = Table("", *self.plans, title=self.verdict(), caption=caption)
+        plans = self.plans.values()
+        table.add_row("tree", *(_name(plan) for plan in plans))
+        table.add_row("tokens per step", *(f"{plan.tokens_per_step:.2f}" for plan in plans))
+        table.add_row("step, ms", *(f"{plan.step_ms:.1f}" for plan in plans))
+        table.add_row("step without drafts, ms", *(f"{plan.autoregressive_ms:.1f}" for plan in plans))
+        intervals = [f"{plan.speedup:.2f} ({plan.interval[0]:.2f} to {plan.interval[1]:.2f})" for plan in plans]
+        table.add_row("speed-up in this dtype", *intervals)
+        table.add_row("speculate", *("yes" if plan.is_worthwhile else "[bold]no[/bold]" for plan in plans))
+        return table
+
+
+def make_plan(
+    models: "dict[str, tuple[Target, Any]]",
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int = 48,
+    temperature: float = 0.0,
+    repeats: int = 7,
+    seed: int = 0,
+    on_progress: Callable[[str], None] | None = None,
+) -> Planning:
+    """Measures costs in every dtype and acceptance in the first, and finds the best tree for each dtype.
+
+    Args:
+        models: (target, draft) by the name of their dtype.
+        prompts: [1, T] int64 each.
+        max_new_tokens: tokens decoded for each prompt to observe acceptance.
+        temperature: at which acceptance is observed.
+        repeats: timed runs of each step.
+        seed: of sampling and bootstrap.
+
+    Raises:
+        ValueError: no step with drafts was observed, because every text ended too soon.
+    """
+    say = on_progress or (lambda _: None)
+    say("costs")
+    costs = measure_costs(models, max(prompts, key=lambda ids: ids.shape[1]), repeats=repeats)
+    target, draft = next(iter(models.values()))
+    common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    say("acceptance by depth and rank")
+    seen = observe(target, draft, prompts, wide_tree(), **common)
+    if not any(o.trials.any() for o in seen):
+        raise ValueError(f"no step with drafts in {len(prompts)} prompts of {max_new_tokens} new tokens: give more")
+    grown: list[Observation] = []
+    if makes_dynamic(draft):
+        say("acceptance of a dynamic tree")
+        grown = observe(target, draft, prompts, DynamicTree(levels=LEVELS, budget=MAX_NODES), **common)
+    machine = describe_machine(target)
+    settings = {
+        "target": target.name,
+        "draft": getattr(draft, "kind", type(draft).__name__),
+        "device": machine["device"],
+        "threads": torch.get_num_threads(),
+        "versions": machine["versions"],
+        "prompts": len(prompts),
+        **common,
+    }
+    plans = {dtype: _plan(costs[dtype], draft, seen, grown, seed) for dtype in models}
+    return Planning(plans, settings)
+
+
+def _plan(costs: Costs, draft: Any, seen: list[Observation], grown: list[Observation], seed: int) -> Plan:
+    """The better of the best static and the best dynamic tree."""
+    table = acceptance_table(seen)[: getattr(draft, "max_depth", None) or LEVELS]
+    static = best_tree(table, costs.static_step, MAX_NODES)
+    tree: Tree | DynamicTree = Tree.from_parents(static.parents)
+    tokens, step = static.tokens_per_step, static.step_ms
+    resampled = _resample(seen, lambda some: expected_tokens(static.parents, acceptance_table(some)), seed)
+    details: dict[str, Any] = {
+        "costs_ms": costs.to_dict(),
+        "acceptance": table,
+        "static": {"parents": static.parents, "tokens_per_step": tokens, "step_ms": step},
+    }
+    if grown:
+        budget, levels = max(
+            ((b, l) for l in range(1, LEVELS + 1) for b in range(1, MAX_NODES + 1)),
+            key=lambda choice: dynamic_tokens(grown, *choice) / costs.dynamic_step(*choice),
+        )
+        own, own_step = dynamic_tokens(grown, budget, levels), costs.dynamic_step(budget, levels)
+        details["dynamic"] = {"budget": budget, "levels": levels, "tokens_per_step": own, "step_ms": own_step}
+        if own / own_step > tokens / step:
+            tree, tokens, step = DynamicTree(levels=levels, budget=budget), own, own_step
+            resampled = _resample(grown, lambda some: dynamic_tokens(some, budget, levels), seed)
+    low, high = np.percentile(resampled, [2.5, 97.5]) * costs.autoregressive / step
+    return Plan(tree, tokens, step, costs.autoregressive, (float(low), float(high)), details)
+
+
+def _resample(seen: list[Observation], tokens: Callable[[list[Observation]], float], seed: int) -> np.ndarray:
+    """Tokens per step over bootstrap samples of the prompts."""
+    drawn = np.random.default_rng(seed).integers(0, len(seen), (RESAMPLES, len(seen)))
+    return np.array([tokens([seen[i] for i in row]) for row in drawn])
+
+
+def _name(plan: Plan) -> str:
+    if isinstance(plan.tree, DynamicTree):
+        return f"dynamic, {plan.tree.budget} nodes, {plan.tree.levels} levels"
+    return f"static, {plan.tree.num_nodes - 1} nodes, {plan.tree.max_depth} levels"

@@ -1,0 +1,92 @@
+"""A plan: the tree that `draftwood plan` found best for a draft on one machine, and what it costs and brings."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftwood.decode.propose.dynamic import DynamicTree
+from draftwood.models.tree import Tree
+
+FORMAT = 1
+FILE = "plan.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For one dtype; a `tree` that `generate` takes.
+
+    Attributes:
+        tree: static or dynamic.
+        tokens_per_step: predicted, the bonus token included.
+        step_ms: of a speculative step, draft and commit included.
+        autoregressive_ms: of a step without drafts.
+        interval: 95 % of the predicted speed-up, by bootstrap over prompts.
+        details: what else was measured.
+    """
+
+    tree: Tree | DynamicTree
+    tokens_per_step: float
+    step_ms: float
+    autoregressive_ms: float
+    interval: tuple[float, float]
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def speedup(self) -> float:
+        """Over decoding without drafts in the same dtype."""
+        return self.tokens_per_step * self.autoregressive_ms / self.step_ms
+
+    @property
+    def is_worthwhile(self) -> bool:
+        return self.speedup > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        is_static = isinstance(self.tree, Tree)
+        return {
+            "speculate": self.is_worthwhile,
+            "tree": {"parents": self.tree.rows[0]} if is_static else {"dynamic": vars(self.tree)},  # type: ignore[union-attr]
+            "tokens_per_step": self.tokens_per_step,
+            "step_ms": self.step_ms,
+            "autoregressive_ms": self.autoregressive_ms,
+            "speedup": self.speedup,
+            "speedup_interval": list(self.interval),
+            **self.details,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Plan":
+        known = ("tree", "speculate", "tokens_per_step", "step_ms", "autoregressive_ms", "speedup", "speedup_interval")
+        tree = values["tree"]
+        return cls(
+            Tree.from_parents(tree["parents"]) if "parents" in tree else DynamicTree(**tree["dynamic"]),
+            values["tokens_per_step"],
+            values["step_ms"],
+            values["autoregressive_ms"],
+            tuple(values["speedup_interval"]),
+            {key: value for key, value in values.items() if key not in known},
+        )
+
+
+def load_plan(path: str | Path, dtype: str) -> Plan:
+    """The plan for `dtype` in a file, or in the folder of a draft.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a plan, or none for this dtype.
+    """
+    path = Path(path)
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no plan; `draftwood plan TARGET DRAFT` makes one")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        plans = values["plans"] if values["format"] == FORMAT else {}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a plan ({error}); make it anew with `draftwood plan`") from None
+    if dtype not in plans:
+        raise ValueError(
+            f"{path}: a plan of format {values['format']} for {', '.join(plans) or 'no dtype'}; expected format "
+            f"{FORMAT} and {dtype}, as the target: run `draftwood plan` with --dtype {dtype}"
+        )
+    return Plan.from_dict(plans[dtype])
