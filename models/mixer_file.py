@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
+MIXERS = "mixers.safetensors"
 _SCALE = ".scale"
 
 
-def save_mixers(mixers: Mapping[int, Mapping[str, Tensor]], path: Path) -> None:
+def save_mixers(mixers: Mapping[int, Mapping[str, "Tensor"]], path: Path) -> None:
     """Writes the state of each layer's mixer."""
+    import torch
+    from safetensors.torch import save_file
+
     tensors = {}
     for layer, state in mixers.items():
         for name, weight in state.items():
@@ -25,8 +29,10 @@ def save_mixers(mixers: Mapping[int, Mapping[str, Tensor]], path: Path) -> None:
     save_file(tensors, path)
 
 
-def load_mixers(path: Path) -> dict[int, dict[str, Tensor]]:
+def load_mixers(path: Path) -> dict[int, dict[str, "Tensor"]]:
     """The float32 state of each layer's mixer."""
+    from safetensors.torch import load_file
+
     tensors = load_file(path)
     mixers: dict[int, dict[str, Tensor]] = {}
     for key, weight in tensors.items():
@@ -35,3 +41,14 @@ def load_mixers(path: Path) -> dict[int, dict[str, Tensor]]:
             scale = tensors.get(key + _SCALE)
             mixers.setdefault(int(layer), {})[name] = weight if scale is None else weight.float() * scale
     return mixers
+
+
+def convert_hybrid(base: Path, shipped: Path, folder: Path) -> None:
+    """Writes the hybrid of transformers folder `base` with the mixers in `shipped` as a float32 Bamba folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from draftwood.models.hybrid import build_hybrid
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    build_hybrid(model, load_mixers(shipped / MIXERS)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
