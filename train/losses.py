@@ -1,17 +1,19 @@
 """One training step's loss: all align steps of a batch over its supervised rows (HASS, arXiv 2408.15766)."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights, TeacherStatistics, distill_loss
+from draftwood.kernels.own_head_loss import own_head_loss
 from draftwood.models.draft_base import Draft
 from draftwood.train.batches import Batch
 
 
 class StepOutput(NamedTuple):
-    """`loss` [] to go backward from; `parts` [J, 3] and `ranks` [J, R] as in `distill_loss`.
+    """`loss` [] to go backward from; `parts` [J, 4] and `ranks` [J, R] as in `distill_loss`.
 
     `places` [R] int64: where the supervised rows lie in the flattened [B, T - 2] rows of the draft.
     """
@@ -35,7 +37,7 @@ class Distillation(nn.Module):
         head: DistillHead,
         weights: DistillWeights,
         steps: int,
-        rows_per_chunk: int = 1024,
+        rows_per_chunk: int = 512,
         precision: torch.dtype | None = None,
     ):
         """`precision`: the dtype the draft's forward is autocast to, None for its own; the loss follows the head's."""
@@ -64,13 +66,18 @@ class Distillation(nn.Module):
         def predicted(x: Tensor) -> Tensor:
             return x[:, 1:-1].flatten(0, 1)[places]
 
-        found = distill_loss(
-            [y.flatten(0, 1)[places] for y in outputs],
-            predicted(batch.features),
-            self.head,
-            self.weights,
-            num_rows,
-            TeacherStatistics(predicted(batch.statistics.normaliser), predicted(batch.statistics.argmax)),
-            self.rows_per_chunk,
+        rows = [self.draft.head_input(y.flatten(0, 1)[places]) for y in outputs]
+        statistics = TeacherStatistics(predicted(batch.statistics.normaliser), predicted(batch.statistics.argmax))
+        features = predicted(batch.features[..., -self.head.weight.shape[1] :])
+        own_head = self.draft.own_head
+        loss = distill_loss if own_head is None else partial(own_head_loss, weight=own_head)
+        found = loss(
+            rows,
+            features=features,
+            head=self.head,
+            weights=self.weights,
+            num_rows=num_rows,
+            statistics=statistics,
+            rows_per_chunk=self.rows_per_chunk,
         )
         return StepOutput(*found, places)

@@ -16,16 +16,18 @@ from draftwood.train.batches import Batch
 from draftwood.train.losses import StepOutput
 
 # Columns of a meter: sums of the loss terms, of first and of top-3 hits, the rows, and chains alive and begun.
-_COLUMNS = ("feature", "ce", "topk", "top1", "top3", "rows", "alive", "chains")
+_TERMS = ("feature", "ce", "topk", "acceptance")
+_COLUMNS = (*_TERMS, "top1", "top3", "rows", "alive", "chains")
 
 
 @dataclass(frozen=True)
 class AlignMetrics:
-    """Means over supervised rows, and the joint survival of a chain at this depth."""
+    """Means over supervised rows, and the joint survival of a chain at this depth; `acceptance` is the loss term."""
 
     feature: float
     ce: float
     topk: float
+    acceptance: float
     top1: float
     top3: float
     survival: float
@@ -50,7 +52,7 @@ class Metrics:
 
 
 class Meter:
-    """Adds up steps. `sums` [J, 8] float64 is all its state: processes are reduced by adding it."""
+    """Adds up steps. `sums` [J, 9] float64 is all its state: processes are reduced by adding it."""
 
     def __init__(self, steps: int, device: torch.device):
         self.sums = torch.zeros(steps, len(_COLUMNS), dtype=torch.float64, device=device)
@@ -73,7 +75,7 @@ class Meter:
 
 
 def summarise(sums: Tensor, weights: DistillWeights) -> Metrics:
-    """Means from a meter's sums [J, 8], of the align steps that it has seen."""
+    """Means from a meter's sums [J, 9], of the align steps that it has seen."""
     align: list[AlignMetrics] = []
     for row in sums.tolist():
         named = dict(zip(_COLUMNS, row, strict=True))
@@ -81,10 +83,10 @@ def summarise(sums: Tensor, weights: DistillWeights) -> Metrics:
             break
         rows = max(named["rows"], 1.0)
         survival = named["alive"] / max(named["chains"], 1.0)
-        means = {name: named[name] / rows for name in _COLUMNS[:5]}
+        means = {name: named[name] / rows for name in (*_TERMS, "top1", "top3")}
         align.append(AlignMetrics(**means, survival=survival))
     loss = sum(
-        weights.of_step(j) * (weights.feature * a.feature + weights.ce * a.ce + weights.topk * a.topk)
+        weights.of_step(j) * sum(getattr(weights, name) * getattr(a, name) for name in _TERMS)
         for j, a in enumerate(align)
     )
     return Metrics(loss, 1.0 + sum(a.survival for a in align), int(sums[0, _COLUMNS.index("rows")]), tuple(align))
