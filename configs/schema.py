@@ -24,22 +24,24 @@ _OPTIONS = {
     "eagle": ("num_layers", "fusion_bias", "norms"),
     "eagle3": ("taps",),
     "mamba": ("num_layers", "fusion_bias", "norms", "state_dim"),
+    "medusa": ("num_heads",),
 }
 
 
 class DraftConfig(Section):
-    kind: Literal["eagle", "eagle3", "mamba"] = "eagle"
+    kind: Literal["eagle", "eagle3", "mamba", "medusa"] = "eagle"
     num_layers: int = Field(1, ge=1)
     fusion_bias: bool = False
     norms: Literal["none", "input", "all"] = "all"  # none: as EAGLE; input: the fusion's; all: first layer, output too
     state_dim: int = Field(64, ge=1)  # of a mamba draft's recurrent state
     taps: tuple[int, ...] | None = None  # layers whose inputs an eagle3 draft reads; None: a low, a middle, a high one
+    num_heads: int = Field(4, ge=1)  # tokens ahead that medusa heads predict; align.steps trains as many
     draft_vocab_size: int | None = Field(None, ge=16)  # None: the target's own vocabulary
     init_from: str | None = None  # folder of a draft checkpoint to start from
 
     @model_validator(mode="after")
     def _no_option_of_another_kind(self) -> "DraftConfig":
-        for name in ("num_layers", "fusion_bias", "norms", "state_dim", "taps"):
+        for name in ("num_layers", "fusion_bias", "norms", "state_dim", "taps", "num_heads"):
             is_changed = getattr(self, name) != type(self).model_fields[name].default
             if is_changed and name not in _OPTIONS[self.kind]:
                 raise ValueError(f"draft.{name} is not an option of draft.kind {self.kind}; leave it out")
@@ -70,6 +72,8 @@ class AlignConfig(Section):
     ce_weight: float = Field(0.1, ge=0)
     topk_weight: float = Field(1.0, ge=0)
     topk: int = Field(10, ge=1)
+    acceptance_weight: float = Field(0.0, ge=0)  # of -log of the share of draft tokens that sampling would accept
+    acceptance_eta: float | None = Field(None, gt=0)  # a number: KL, then more of the share itself as it grows (LK: 3)
     detach: bool = True  # own features carry no gradient into the align step that made them; false as EAGLE-3 trains
     step_weights: tuple[float, ...] | None = None  # None: every align step counts the same
     feature_noise: float = Field(0.2, ge=0)  # uniform, times 512 / T, on the input features only
@@ -98,9 +102,10 @@ class LoopConfig(Section):
     batch_size: int = Field(2, ge=1)  # rows per process and micro-step
     gradient_accumulation: int = Field(1, ge=1)
     mixed_precision: Literal["none", "bf16"] = "bf16"
-    rows_per_chunk: int = Field(1024, ge=1)  # rows whose logits are held at a time
+    rows_per_chunk: int = Field(512, ge=1)  # rows of logits held at a time, target and align steps together
     log_every: int = Field(10, ge=1)
     evaluate_every: int | None = Field(None, ge=1)  # optimizer steps; None: at the end of each epoch
+    decode_every: int | None = Field(None, ge=1)  # optimizer steps; decodes the prompts of `evaluate`
     save_every: int = Field(200, ge=1)
     keep: int = Field(2, ge=1)  # latest checkpoints kept, beside the best
     resume: bool = True

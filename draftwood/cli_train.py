@@ -45,11 +45,12 @@ def prepare(
 def distill(
     config: Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; train and write nothing.")] = False,
 ) -> None:
     """Train a draft in this process; `accelerate launch -m draftwood.train` does it in several."""
     from draftwood.train.launch import main as launch
 
-    launch(["--config", config, *(overrides or [])])
+    launch(["--config", config, *(overrides or []), *(["--dry-run"] if dry_run else [])])
 
 
 @app.command()

@@ -1,5 +1,10 @@
 """`accelerate launch -m draftwood.train --config <recipe or file> key.sub=value ...`"""
 
-from draftwood.train.launch import run
+import sys
+
+try:
+    from draftwood.train.launch import run
+except KeyboardInterrupt:  # the import takes seconds
+    sys.exit("draftwood.train: interrupted before anything was done")
 
 run()

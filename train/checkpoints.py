@@ -1,6 +1,6 @@
 """Checkpoints of a run: the draft, and beside it all that training needs to go on as if it had never stopped.
 
-<run>/checkpoints/step-00000200/   draft.safetensors, draft.json, training.pt
+<run>/checkpoints/step-00000200/   draft.safetensors, draft.json, training.pt, SHA256SUMS
 <run>/best/                        the draft of the best validation, without training state
 """
 
@@ -21,11 +21,16 @@ from safetensors.torch import load_file
 from draftwood.configs.schema import RunConfig
 from draftwood.models.checkpoint import save_draft
 from draftwood.models.draft_base import Draft
+from draftwood.train.fingerprint import file_sha256
 
-_STATE = "training.pt"
-_PREFIX, _PARTIAL = "step-", ".partial-"
+_WEIGHTS, _STATE, _SUMS = "draft.safetensors", "training.pt", "SHA256SUMS"
+_PREFIX, _PARTIAL, _DAMAGED = "step-", ".partial-", "damaged-"
 _PACKAGES = ("draftwood", "torch", "transformers", "accelerate", "datasets")
 logger = logging.getLogger(__name__)
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is cut off, or not what was written."""
 
 
 class Checkpoints:
@@ -56,12 +61,21 @@ class Checkpoints:
             shutil.rmtree(leftover)
         save_draft(draft, partial, provenance)
         torch.save(state, partial / _STATE)
+        sums = [f"{file_sha256(partial / name)}  {name}\n" for name in (_WEIGHTS, _STATE)]
+        (partial / _SUMS).write_text("".join(sums), encoding="utf-8")
         if path.exists():
             shutil.rmtree(path)
         partial.rename(path)
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(old)
         return path
+
+    def set_aside(self, damaged: list[Path]) -> None:
+        """Renames checkpoints so that they count for nothing, neither to go on from nor among those kept."""
+        for path in damaged:
+            aside = path.with_name(f"{_DAMAGED}{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
     def save_best(self, draft: Draft, provenance: dict[str, Any]) -> None:
         """Writes the draft alone as the best so far; a reader sees the old one or the new one, whole."""
@@ -77,8 +91,19 @@ class Checkpoints:
 
 
 def load_state(path: Path, draft: Draft) -> dict[str, Any]:
-    """Puts the weights of checkpoint `path` into `draft` and returns the training state saved with them, on the CPU."""
-    draft.load_state_dict(load_file(path / "draft.safetensors"))
+    """Puts the weights of checkpoint `path` into `draft` and returns the training state saved with them, on the CPU.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or not what was written.
+    """
+    try:
+        sums = dict(reversed(line.split()) for line in (path / _SUMS).read_text(encoding="utf-8").splitlines())
+        wrong = [name for name in (_WEIGHTS, _STATE) if sums.get(name) != file_sha256(path / name)]
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
+    if wrong:
+        raise DamagedCheckpoint(f"{path} is damaged ({', '.join(wrong)} is cut off or changed)")
+    draft.load_state_dict(load_file(path / _WEIGHTS))
     return torch.load(path / _STATE, map_location="cpu", weights_only=True)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from draftwood.configs.load import load_config
 from draftwood.train.loop import Stopped, distill
+from draftwood.train.summary import dry_run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -15,11 +16,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="draftwood.train", description="Distil a draft from a frozen target.")
     parser.add_argument("--config", help="a shipped recipe's name or a YAML file; all defaults without it")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
-    parsed = parser.parse_args(arguments)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan; train and write nothing")
+    parsed = parser.parse_intermixed_args(arguments)
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
-        best = distill(load_config(parsed.config, parsed.overrides))
+        config = load_config(parsed.config, parsed.overrides)
+        if parsed.dry_run:
+            return dry_run(config)
+        best = distill(config)
     except Stopped as stop:
         if is_first:
             print(stop, file=sys.stderr)
@@ -35,3 +40,6 @@ def run() -> None:
     except (ValueError, OSError, ImportError) as error:
         print(f"draftwood.train: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("draftwood.train: interrupted; the latest checkpoint stays", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -11,28 +11,25 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor, nn
 
 from draftwood.configs.schema import RunConfig
-from draftwood.kernels.distill_loss import DistillHead
 from draftwood.models.target import Target
 from draftwood.train import setup
 from draftwood.train.batches import Batch, add_noise, collate, global_batches, micro_batches
-from draftwood.train.checkpoints import Checkpoints, load_state, provenance, random_state, set_random_state
-from draftwood.train.features import fingerprint
-from draftwood.train.losses import Distillation
+from draftwood.train.checkpoints import DamagedCheckpoint, load_state, provenance, random_state, set_random_state
+from draftwood.train.decoding import decode_held_out
 from draftwood.train.metrics import Meter, Metrics, summarise
-from draftwood.train.stages import Course, measured_config, plan_stages
+from draftwood.train.run import Run, set_up
 from draftwood.train.summary import announce
-from draftwood.train.tracking import MetricsLog, StopRequest
+from draftwood.train.tracking import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +39,14 @@ class ResumeError(ValueError):
 
 
 class Stopped(Exception):
-    """The run was asked to stop (Ctrl-C, SIGTERM), saved a checkpoint and ended; `checkpoint` is its folder."""
+    """The run was asked to stop (Ctrl-C, SIGTERM) and ended; `checkpoint` is the folder that it saved.
 
-    def __init__(self, checkpoint: Path):
-        super().__init__(f"stopped; saved {checkpoint}. Run the same command to go on from there")
+    Stopped before its first step it has saved none: rows and features that are done stay, and are not made again.
+    """
+
+    def __init__(self, checkpoint: Path | None):
+        what = "before training; what is prepared stays" if checkpoint is None else f"and saved {checkpoint}"
+        super().__init__(f"stopped {what}. Run the same command to go on from there")
         self.checkpoint = checkpoint
 
 
@@ -59,33 +60,6 @@ class Position:
     best: float = 0.0
 
 
-@dataclass(frozen=True)
-class Run:
-    """Everything that stays the same from the first step to the last."""
-
-    config: RunConfig
-    folder: Path
-    accelerator: Accelerator
-    console: Console
-    module: Distillation
-    model: nn.Module  # `module`, inside DistributedDataParallel where there are several processes
-    course: Course
-    train: setup.Split
-    validation: setup.Split
-    checkpoints: Checkpoints
-    log: MetricsLog
-    measured: RunConfig  # the settings that validation measures by
-    global_batch_size: int
-    identity: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def total_steps(self) -> int:
-        return self.course.total_steps
-
-    def meter(self) -> Meter:
-        return Meter(self.measured.align.steps, self.accelerator.device)
-
-
 def distill(config: RunConfig, target: Target | None = None, console: Console | None = None) -> Path:
     """Trains a draft as `config` says and returns the folder of the best one.
 
@@ -93,16 +67,20 @@ def distill(config: RunConfig, target: Target | None = None, console: Console | 
         target: already loaded; None loads `config.target`.
 
     Raises:
-        Stopped: asked to stop; a checkpoint was saved.
+        Stopped: asked to stop; a checkpoint was saved, unless training had not begun.
         ResumeError, FeatureError, ValueError: what does not fit and what to do about it.
     """
     console = console or Console(stderr=True)
-    run = _set_up(config, target, console)
-    meter = run.meter()
-    position = _resume(run, meter)
-    announce(run, position.step)
-    run.log.start_at(position.step, run.total_steps)
-    with StopRequest(run.accelerator) as stop:
+    with StopRequest() as stop:
+        try:
+            run = set_up(config, target, console)
+            meter = run.meter()
+            position = _resume(run, meter)
+            announce(run, position.step)
+            stop.wait_for_steps(run.accelerator)
+        except KeyboardInterrupt:
+            raise Stopped(None) from None
+        run.log.start_at(position.step, run.total_steps)
         while position.step < run.total_steps:
             batches = global_batches(run.train.sizes.lengths, run.global_batch_size, config.seed, position.epoch)
             started = time.perf_counter()
@@ -119,66 +97,14 @@ def distill(config: RunConfig, target: Target | None = None, console: Console | 
     return run.checkpoints.best
 
 
-def _set_up(config: RunConfig, target: Target | None, console: Console) -> Run:
-    folder = Path(config.output) / config.name
-    # Before the process group: the first process to take the lock prepares, the others wait without a timeout.
-    data_folder = setup.prepare_rows(config, None if target is None else target.tokenizer)
-    accelerator = setup.start_processes(config, folder)
-    if target is None:
-        target = setup.load_for_training(config, accelerator.device)
-    elif target.device.type != accelerator.device.type:
-        raise ValueError(
-            f"the target given is on {target.device}, training runs on {accelerator.device}; move it there"
-        )
-    train, validation = setup.load_splits(config, target, data_folder, folder, accelerator, console)
-    draft = setup.build_draft(config, target, train.rows)
-    head = DistillHead.build(train.features.head.weight, draft.draft_vocab, target.logit_scale)
-    global_batch_size = config.loop.batch_size * accelerator.num_processes * config.loop.gradient_accumulation
-    stages = plan_stages(config, steps_per_epoch=-(-len(train.rows) // global_batch_size))
-    measured = measured_config(stages)
-    module = Distillation(
-        draft,
-        head,
-        setup.loss_weights(measured),
-        measured.align.steps,
-        config.loop.rows_per_chunk,
-        setup.autocast_dtype(config),
-    )
-    course = Course(module, stages)
-    identity = {
-        **config.model_dump(mode="json", include={"seed", "draft", "align", "optimizer", "stages"}),
-        "target": fingerprint(target),
-        "mixed_precision": config.loop.mixed_precision,
-        "rows": train.sizes.digest,
-        "global_batch_size": global_batch_size,
-        "total_steps": course.total_steps,
-    }
-    return Run(
-        config=config,
-        folder=folder,
-        accelerator=accelerator,
-        console=console,
-        module=module,
-        model=accelerator.prepare_model(module),
-        course=course,
-        train=train,
-        validation=validation,
-        checkpoints=Checkpoints(folder, config.loop.keep),
-        log=MetricsLog(folder, config, accelerator, console),
-        measured=measured,
-        global_batch_size=global_batch_size,
-        identity=identity,
-    )
-
-
 def _resume(run: Run, meter: Meter) -> Position:
-    """Puts the latest checkpoint back, if there is one, and returns where training goes on."""
+    """Puts the latest checkpoint that is whole back, if there is one, and returns where training goes on."""
     latest = run.checkpoints.latest()
     position = Position()
     if latest is not None:
         if not run.config.loop.resume:
             raise ResumeError(f"{run.folder} holds {latest.name}; set loop.resume=true, another name, or delete it")
-        state = load_state(latest, run.module.draft)
+        latest, state = _load_latest(run)
         changed = sorted(key for key in run.identity if state["identity"].get(key) != run.identity[key])
         if changed:
             details = "; ".join(f"{key}: {state['identity'].get(key)} -> {run.identity[key]}" for key in changed)
@@ -193,6 +119,27 @@ def _resume(run: Run, meter: Meter) -> Position:
             meter.sums.copy_(state["meter"])
         run.console.print(f"resuming after step {position.step}, from {latest}", highlight=False)
     return position
+
+
+def _load_latest(run: Run) -> tuple[Path, dict[str, Any]]:
+    """The latest checkpoint that is whole, in the draft, and its training state. Damaged ones are set aside."""
+    steps = run.checkpoints.steps()
+    damaged: list[Path] = []
+    for path in reversed(steps):
+        try:
+            state = load_state(path, run.module.draft)
+        except DamagedCheckpoint as error:
+            damaged.append(path)
+            run.accelerator.print(f"{error}; going on from the one before it", file=run.console.file)
+            continue
+        run.accelerator.wait_for_everyone()  # before one of them moves what others may still read
+        if run.accelerator.is_main_process:
+            run.checkpoints.set_aside(damaged)
+        return path, state
+    raise ResumeError(
+        f"{run.checkpoints.folder}: {', '.join(p.name for p in steps)} damaged, and there is no older checkpoint; "
+        f"delete {run.folder} to start anew, or take draft.init_from={run.checkpoints.best} under another name"
+    )
 
 
 def _train_step(run: Run, numbers: list[int], position: Position, meter: Meter) -> Tensor:
@@ -228,6 +175,8 @@ def _after_step(
         run.log.training(step, position.epoch, run.course.optimizers.factor(step - 1), float(norm), metrics)
     if is_last or (is_epoch_end if loop.evaluate_every is None else step % loop.evaluate_every == 0):
         _validate_and_keep_best(run, position)
+    if run.config.loop.decode_every is not None and (is_last or step % run.config.loop.decode_every == 0):
+        decode_held_out(run, step, position.epoch)
     is_stopped = stop.is_requested()
     if step % loop.save_every == 0 or is_last or is_stopped:
         path = _save(run, position, meter)

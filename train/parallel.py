@@ -2,9 +2,12 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from multiprocessing.context import SpawnContext
+from multiprocessing.pool import Pool
 from typing import Protocol, TypeVar
 
 import torch
@@ -37,10 +40,19 @@ def map_rows(build: RowBuilder, items: Iterable[Item], num_proc: int) -> Iterato
     # Not forked: a target that has run leaves OpenMP threads behind, and a forked child waits for them for ever.
     context = multiprocessing.get_context("spawn")
     remaining = iter(items)
-    with _single_threaded_tokenizers(), context.Pool(num_proc, _start_worker, (build,)) as pool:
+    with _single_threaded_tokenizers(), _started_without_ctrl_c(context, num_proc, build) as pool:
         while window := list(islice(remaining, WINDOW)):
             outcomes = pool.imap(_attempt_in_worker, [item.messages for item in window], chunksize=CHUNK)
             yield from zip(window, outcomes, strict=True)
+
+
+def _started_without_ctrl_c(context: SpawnContext, num_proc: int, build: RowBuilder) -> Pool:
+    """Workers inherit the blocked signal: a Ctrl-C is for the parent alone, which then ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return context.Pool(num_proc, _start_worker, (build,))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker(build: RowBuilder) -> None:

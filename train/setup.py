@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +23,7 @@ from draftwood.models.draft_base import Draft
 from draftwood.models.draft_kinds import KINDS
 from draftwood.models.target import Target, load_target, load_tokenizer
 from draftwood.train.batches import RowSizes, each_row, frequent_tokens
-from draftwood.train.features import FeatureError, FeatureSource, open_cache
+from draftwood.train.features import FeatureCache, FeatureError, FeatureSource, open_cache
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.turns import TurnPolicy
 
@@ -41,6 +42,13 @@ class Split:
     features: FeatureSource
 
 
+def rows_folder(config: RunConfig) -> Path:
+    """Where the prepared rows of `config` are, or will be."""
+    data, name = config.data, config.target.name
+    folder = f"{Path(data.source).stem}-{Path(name).name}-{_settings_name(config)}"
+    return Path(data.folder or cache_root() / "rows" / folder)
+
+
 def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
     """The folder of prepared rows that `config` asks for; the first process here makes it, the others wait.
 
@@ -51,9 +59,7 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = 
     if tokenizer is None:
         tokenizer = load_tokenizer(name)
     data = config.data
-    folder = (
-        data.folder or cache_root() / "rows" / f"{Path(data.source).stem}-{Path(name).name}-{_settings_name(config)}"
-    )
+    folder = rows_folder(config)
     prepare(
         data.source,
         tokenizer,
@@ -65,7 +71,7 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = 
         limit=data.limit,
         num_proc=data.num_proc,
     )
-    return Path(folder)
+    return folder
 
 
 def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
@@ -135,13 +141,21 @@ def build_draft(config: RunConfig, target: Target, rows: Dataset) -> Draft:
     if config.draft.init_from is not None:
         draft = load_draft(config.draft.init_from, target).float().train()
         _check_same_draft(config, draft)
+        draft.detaches = config.align.detach
         return draft
     size = config.draft.draft_vocab_size
     draft_vocab = None if size is None else frequent_tokens(rows, size, target.vocab_size)
     torch.manual_seed(config.seed)
+    kind, options = _kind(config)
+    draft = kind.from_target(target, draft_vocab=draft_vocab, **options).train()
+    draft.detaches = config.align.detach
+    return draft
+
+
+def _kind(config: RunConfig) -> tuple[type[Draft], dict[str, Any]]:
+    """The kind of draft asked for, and the options it takes."""
     kind = KINDS[config.draft.kind]
-    options = {name: getattr(config.draft, name) for name in kind.option_names}
-    return kind.from_target(target, draft_vocab=draft_vocab, **options).train()
+    return kind, {name: getattr(config.draft, name) for name in kind.option_names}
 
 
 def _check_same_draft(config: RunConfig, draft: Draft) -> None:
@@ -152,7 +166,7 @@ def _check_same_draft(config: RunConfig, draft: Draft) -> None:
     made = {"kind": draft.kind, **draft.options, "draft_vocab_size": None if vocab is None else len(vocab)}
     for name, value in made.items():
         asked = getattr(config.draft, name)
-        if asked != value:
+        if asked != value and not (name == "taps" and asked is None):
             raise ValueError(
                 f"draft.{name} is {asked}, but the draft in draft.init_from ({config.draft.init_from}) has {value}; "
                 f"set draft.{name}={value} to go on from it"
@@ -161,7 +175,15 @@ def _check_same_draft(config: RunConfig, draft: Draft) -> None:
 
 def loss_weights(config: RunConfig) -> DistillWeights:
     align = config.align
-    return DistillWeights(align.feature_weight, align.ce_weight, align.topk_weight, align.topk, align.step_weights)
+    return DistillWeights(
+        align.feature_weight,
+        align.ce_weight,
+        align.topk_weight,
+        align.topk,
+        align.step_weights,
+        align.acceptance_weight,
+        align.acceptance_eta,
+    )
 
 
 def autocast_dtype(config: RunConfig) -> torch.dtype | None:
@@ -169,20 +191,35 @@ def autocast_dtype(config: RunConfig) -> torch.dtype | None:
 
 
 def load_splits(
-    config: RunConfig, target: Target, data_folder: Path, run_folder: Path, accelerator: Accelerator, console: Console
+    config: RunConfig,
+    target: Target,
+    data_folder: Path,
+    run_folder: Path,
+    accelerator: Accelerator,
+    console: Console,
+    is_dry: bool = False,
 ) -> tuple[Split, Split]:
     """Training and validation rows, their features computed or read as configured; all processes take part.
+
+    Args:
+        is_dry: say how large a cache would be, and neither open nor fill it.
 
     Raises:
         FeatureError: stale features in a folder of the user's, too little disk, or folders that are not shared.
     """
+    kind, options = _kind(config)
+    kind.prepare_target(target, **options)
     head = DistillHead.build(target.head_weight, None, target.logit_scale, autocast_dtype(config))
     left, splits = config.features.max_gb, []
     for name in ("validation", "train"):
         rows = load_split(config, data_folder, name)
         sizes, source = RowSizes.of(rows), FeatureSource(target, rows, head, autocast_dtype(config))
-        if config.features.source == "cached":
-            folder = Path(config.features.folder or run_folder / "features") / name
+        folder = Path(config.features.folder or run_folder / "features") / name
+        if config.features.source == "cached" and is_dry:
+            planned = FeatureCache(folder, sizes.lengths, target.feature_dim, left * 1e9)
+            left -= planned.num_tokens * planned.bytes_per_token / 1e9
+            console.print(f"{name} {planned.describe()}", highlight=False, soft_wrap=True)
+        elif config.features.source == "cached":
             with accelerator.main_process_first():
                 cache = open_cache(
                     folder, target, sizes, autocast_dtype(config), left, rebuild=config.features.folder is None

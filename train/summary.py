@@ -1,19 +1,19 @@
 """What a run prints before its first step: what is frozen, tied and trained, how long it is, what it needs."""
 
-from typing import TYPE_CHECKING
-
 import torch
+from rich.console import Console
 from rich.table import Table
 
+from draftwood.configs.schema import RunConfig
+from draftwood.models.target import Target
+from draftwood.train.mask_view import mask_view
+from draftwood.train.run import Run, set_up_dry
 from draftwood.train.stages import Stage
-
-if TYPE_CHECKING:
-    from draftwood.train.loop import Run
 
 GB = 1e9
 
 
-def announce(run: "Run", step: int) -> None:
+def announce(run: Run, step: int) -> None:
     """Prints the table, on the main process."""
     if run.accelerator.is_main_process:
         table = Table(title=f"draftwood distill: {run.config.name}", title_justify="left", show_header=False)
@@ -24,7 +24,20 @@ def announce(run: "Run", step: int) -> None:
         run.console.print(table)
 
 
-def describe(run: "Run", step: int) -> list[tuple[str, str]]:
+def dry_run(config: RunConfig, target: Target | None = None, console: Console | None = None) -> None:
+    """Prints what `distill` would do, and its first row with what of it is trained. Trains and writes nothing.
+
+    Raises:
+        ValueError, ImportError: as `distill`, of what it checks before training.
+    """
+    run = set_up_dry(config, target, console or Console())
+    announce(run, 0)
+    if run.accelerator.is_main_process:
+        row = run.train.rows[0]
+        run.console.print(mask_view(row["input_ids"], row["loss_mask"], run.train.features.target.tokenizer))
+
+
+def describe(run: Run, step: int) -> list[tuple[str, str]]:
     """The table's rows: a name and a text each."""
     config, draft, target = run.config, run.module.draft, run.train.features.target
     parts = ", ".join(
@@ -44,16 +57,16 @@ def describe(run: "Run", step: int) -> list[tuple[str, str]]:
                   f"{config.loop.gradient_accumulation} accumulated{threads}"),
         ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {config.loop.mixed_precision} autocast"),
         *((f"from step {stage.start:,}", _stage(stage)) for stage in run.course.stages),
-        ("memory", f"about {training_bytes(run) / GB:.1f} GB per process beside the target"),
+        ("memory", f"about {training_bytes(run) / GB:.2f} GB per process beside the target's {_size(target):.2f} GB"),
+        ("disk", f"about {checkpoint_bytes(run) / GB:.2f} GB of checkpoints and the best draft, beside the features"),
         ("folder", f"{run.folder}; a checkpoint every {config.loop.save_every} steps, {config.loop.keep} kept"),
     ]  # fmt: skip
 
 
-def training_bytes(run: "Run") -> float:
+def training_bytes(run: Run) -> float:
     """An estimate: weights, gradients and moments, the activations of the longest batch, and one chunk of logits."""
     config, shape = run.config, run.module.draft.config.shape
-    moments = max(1 if s.config.optimizer.name == "muon" else 2 for s in run.course.stages)
-    weights = 4 * _trained(run) * (2 + moments)
+    weights = 4 * _trained(run) * (2 + _moments(run))
     width = 2 if config.loop.mixed_precision == "bf16" else 4
     longest = int(run.train.sizes.lengths.max())
     rows = config.loop.batch_size * longest
@@ -64,6 +77,19 @@ def training_bytes(run: "Run") -> float:
     vocab = run.module.head.draft_weight.shape[0]
     logits = min(config.loop.rows_per_chunk, rows) * vocab * (2 * 4 + 2 * width)
     return float(weights + activations + logits)
+
+
+def checkpoint_bytes(run: Run) -> float:
+    """On disk: the kept checkpoints and one being written, of weights and moments, and the best draft."""
+    return float(4 * _trained(run) * ((run.config.loop.keep + 1) * (1 + _moments(run)) + 1))
+
+
+def _moments(run: Run) -> int:
+    return max(1 if s.config.optimizer.name == "muon" else 2 for s in run.course.stages)
+
+
+def _size(target: Target) -> float:
+    return sum(p.numel() * p.element_size() for p in target.model.parameters()) / GB
 
 
 def _stage(stage: Stage) -> str:
@@ -79,7 +105,7 @@ def _stage(stage: Stage) -> str:
     )
 
 
-def _trained(run: "Run") -> int:
+def _trained(run: Run) -> int:
     return sum(p.numel() for p in run.module.parameters() if p.requires_grad)
 
 

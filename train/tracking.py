@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +51,8 @@ class MetricsLog:
         self._task = self._progress.add_task("", total=total_steps, completed=step)
         self._progress.start()
         if self._config.loop.tracker != "none":
-            self._accelerator.init_trackers(self._config.loop.project, config, _tracker_options(self._config))
+            flat = _flat(config)
+            self._accelerator.init_trackers(self._config.loop.project, flat, _tracker_options(self._config))
 
     def count_step(self, seconds: float, num_rows: int) -> None:
         """Counts one optimizer step, its time and supervised rows, for the rate of the next line."""
@@ -62,10 +65,22 @@ class MetricsLog:
         rate = self._rows / max(self._seconds, 1e-9)
         self._seconds, self._rows = 0.0, 0
         facts = {"lr_factor": lr_factor, "grad_norm": grad_norm, "rows_per_second": round(rate, 1)}
-        self._write("train", step, epoch, metrics, facts)
+        self._write("train", step, epoch, metrics, facts | {"peak_memory_gb": round(_peak_memory_gb(), 3)})
 
     def validation(self, step: int, epoch: int, metrics: Metrics) -> None:
         self._write("validation", step, epoch, metrics, {})
+
+    def decoded(self, step: int, epoch: int, facts: dict[str, Any]) -> None:
+        """What decoding prompts with the draft of this step gave, on the main process alone."""
+        self._append("decode", step, epoch, facts)
+        self._track({f"decode/{key}": value for key, value in facts.items() if isinstance(value, float)}, step)
+        low, high = facts["acceptance_length_interval"]
+        self._console.print(
+            f"    decode step {step:>6}  acceptance {facts['acceptance_length']:.3f} ({low:.3f} to {high:.3f}) of "
+            f"{facts['num_prompts']} prompts",
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def close(self) -> None:
         self._progress.stop()
@@ -75,16 +90,8 @@ class MetricsLog:
     def _write(self, kind: str, step: int, epoch: int, metrics: Metrics, facts: dict[str, float]) -> None:
         if not self._accelerator.is_main_process:
             return
-        record = {
-            "kind": kind,
-            "step": step,
-            "epoch": epoch,
-            "time": round(time.time(), 1),
-            **facts,
-            **metrics.to_dict(),
-        }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._append(kind, step, epoch, facts | metrics.to_dict())
+        self._track(metrics.flat(kind) | {f"{kind}/{k}": v for k, v in facts.items()}, step)
         hits = "  ".join(f"{a.top1:.3f}/{a.top3:.3f}" for a in metrics.align)
         rate = f"  {facts['rows_per_second']:,.0f} rows/s" if "rows_per_second" in facts else ""
         self._console.print(
@@ -93,8 +100,34 @@ class MetricsLog:
             highlight=False,
             soft_wrap=True,
         )
+
+    def _append(self, kind: str, step: int, epoch: int, facts: dict[str, Any]) -> None:
+        record = {"kind": kind, "step": step, "epoch": epoch, "time": round(time.time(), 1), **facts}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _track(self, values: dict[str, float], step: int) -> None:
         if self._config.loop.tracker != "none":
-            self._accelerator.log(metrics.flat(kind) | {f"{kind}/{k}": v for k, v in facts.items()}, step=step)
+            self._accelerator.log(values, step=step)
+
+
+def _peak_memory_gb() -> float:
+    """Of this process so far: on the GPU where there is one, else in main memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, int | float | str]:
+    """`section.field` to a number or a text, which is all that every tracker takes."""
+    found: dict[str, int | float | str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value if isinstance(value, int | float | str) else json.dumps(value)
+    return found
 
 
 def _tracker_options(config: RunConfig) -> dict[str, Any]:
@@ -107,9 +140,12 @@ def _tracker_options(config: RunConfig) -> dict[str, Any]:
 
 
 class StopRequest:
-    """Turns Ctrl-C and SIGTERM into a request that all processes act on after one step; a second one interrupts."""
+    """Turns Ctrl-C and SIGTERM into a request that all processes act on after one step; a second one interrupts.
 
-    def __init__(self, accelerator: Accelerator):
+    Without an accelerator, before there are steps to wait for, either raises KeyboardInterrupt where it comes.
+    """
+
+    def __init__(self, accelerator: Accelerator | None = None):
         self._accelerator = accelerator
         self._is_asked = False
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
@@ -122,18 +158,23 @@ class StopRequest:
             self._before = {}
         return self
 
+    def wait_for_steps(self, accelerator: Accelerator) -> None:
+        """From here on a request waits until `is_requested` is asked."""
+        self._accelerator = accelerator
+
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def is_requested(self) -> bool:
         """Whether any process was asked; a collective call."""
+        assert self._accelerator is not None
         if self._accelerator.num_processes == 1:
             return self._is_asked
         asked = torch.tensor(int(self._is_asked), device=self._accelerator.device)
         return bool(self._accelerator.reduce(asked, "sum"))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._is_asked:
+        if self._is_asked or self._accelerator is None:
             raise KeyboardInterrupt
         self._is_asked = True

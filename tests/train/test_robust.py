@@ -1,0 +1,232 @@
+"""What long runs meet: damaged checkpoints, Ctrl-C before there is anything to save; plans, trackers, decoding."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from draftwood.configs.load import load_config
+from draftwood.models.target import load_target
+from draftwood.train import run as run_module
+from draftwood.train.launch import main
+from draftwood.train.loop import ResumeError, Stopped, distill
+from draftwood.train.mask_view import mask_view
+from draftwood.train.summary import dry_run
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workshop")
+    tiny_run.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(workshop):
+    return load_target(str(workshop / "target"))
+
+
+@pytest.fixture
+def make_config(workshop, tmp_path):
+    return lambda *overrides: tiny_run.config(workshop, f"output={tmp_path}", "loop.epochs=1", *overrides)
+
+
+def run_folder(config):
+    return Path(config.output) / config.name
+
+
+def log_of(config, kind):
+    lines = (run_folder(config) / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("training.pt", cut_off),
+        ("draft.safetensors", flip_a_bit),
+        ("draft.safetensors", Path.unlink),
+        ("SHA256SUMS", cut_off),
+    ],
+)
+def test_a_damaged_latest_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_run(
+    make_config, target, capsys, file, damage
+):
+    config = make_config("loop.save_every=2")
+    distill(config, target)
+    folder = run_folder(config) / "checkpoints"
+    saved = load_file(folder / "step-00000006" / "draft.safetensors")
+    whole = {name: tensor.clone() for name, tensor in saved.items()}  # not the file's memory
+    damage(folder / "step-00000006" / file)
+    distill(config, target)
+    assert "step-00000006 is damaged" in capsys.readouterr().err
+    for name, tensor in load_file(folder / "step-00000006" / "draft.safetensors").items():
+        assert torch.equal(tensor, whole[name]), name
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "damaged-step-00000006",
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+def test_no_whole_checkpoint_is_an_error_that_says_what_to_do(make_config, target):
+    config = make_config("loop.save_every=4", "loop.keep=1")
+    distill(config, target)
+    cut_off(run_folder(config) / "checkpoints" / "step-00000006" / "training.pt")
+    with pytest.raises(ResumeError, match="step-00000006 damaged.*delete .* to start anew, or take draft.init_from"):
+        distill(config, target)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["prepare_rows", "load_splits", "build_draft"])
+def test_asked_to_stop_before_the_first_step_it_stops_and_loses_nothing(
+    make_config, target, monkeypatch, number, where
+):
+    config = make_config("loop.max_steps=1")
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        work = getattr(run_module.setup, where)
+
+        def interrupted(*arguments, **options):
+            found = work(*arguments, **options)
+            signal.raise_signal(number)
+            return found
+
+        patch.setattr(run_module.setup, where, interrupted)
+        with pytest.raises(Stopped, match="before training; what is prepared stays. Run the same command"):
+            distill(config, target)
+    assert signal.getsignal(number) is before
+    assert (distill(config, target) / "draft.safetensors").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_process_that_is_interrupted_while_it_prepares_says_one_line(workshop, tmp_path, number):
+    """A real one, with workers, on rows that take longer to prepare than it is given."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((workshop / "rows.jsonl").read_text() + "\n" + "\n".join(
+        json.dumps({**row, "id": f"d{i}"}) for i, row in enumerate(tiny_run.conversations(60_000, seed=1))
+    ))  # fmt: skip
+    overrides = [*tiny_run.overrides_for(workshop), f"output={tmp_path}", f"data.source={rows}", "data.num_proc=2"]
+    overrides.append(f"data.folder={tmp_path}/data")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draftwood.train", *overrides],
+        env={**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob(".data-partial-*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal sends it, to the workers too
+    else:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1].startswith("stopped before training")
+
+
+def test_a_dry_run_prints_the_plan_and_the_mask_and_writes_nothing(make_config, target, workshop, tmp_path):
+    config = make_config(
+        f"data.folder={tmp_path}/rows", "stages=[{align: {steps: 1}}, {optimizer: {lr: 0.002}}]", "features.max_gb=1"
+    )
+    console = Console(record=True, width=120)
+    dry_run(config, target, console)
+    text = console.export_text()
+    for part in (
+        "frozen", "tied", "trained", "24 of", "5 held out", "12 of the optimizer", "from step 0 ", "from step 6 ",
+        "1 align step,", "3 align steps,", "memory", "disk", "tokens of 24 rows", "⟦",
+    ):  # fmt: skip
+        assert part in text, part
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_is_an_option_of_the_command_line(workshop, tmp_path, capsys):
+    main(["--dry-run", *tiny_run.overrides_for(workshop), f"output={tmp_path}/runs", f"data.folder={tmp_path}/rows"])
+    assert "trained to be predicted" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mask_view_colours_what_is_trained_and_brackets_the_replies():
+    tokenizer = tiny_run.tokenizer()
+    ids = tokenizer("w1 w2 w3 w4 w5 w6 w7 w8", add_special_tokens=False).input_ids
+    view = mask_view(ids, np.array([0, 0, 1, 1, 1, 0, 1, 1], bool), tokenizer)
+    assert view.plain.splitlines() == ["8 tokens, 3 of them trained to be predicted", "w1 w2⟦w3w4 w5⟧w6⟦w7w8⟧"]
+    colours = {view.plain[s.start : s.end]: s.style for s in view.spans if s.style != "bold"}
+    assert colours == {
+        "w1 w2": "dim", "w3": "yellow", "w4 w5": "bold green", "w6": "dim", "w7": "yellow", "w8": "bold green",
+    }  # fmt: skip
+    assert "6 tokens more" in mask_view(ids, [0] * 8, tokenizer, max_tokens=2).plain
+
+
+def test_tensorboard_gets_settings_and_metrics(make_config, target):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = make_config("loop.max_steps=2", "loop.tracker=tensorboard", "stages=[{epochs: 1}]")
+    distill(config, target)
+    (folder,) = {
+        path.parent for path in run_folder(config).rglob("events.out.tfevents.*") if path.parent.name == "draftwood"
+    }
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses == pytest.approx([record["loss"] for record in log_of(config, "train")])
+    assert {"train/top3_2", "train/grad_norm", "train/rows_per_second", "train/peak_memory_gb"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert events.Scalars("validation/acceptance_length")[0].value >= 1.0
+
+
+def test_decoding_while_training_is_logged_and_changes_no_weight(make_config, target, tmp_path):
+    options = ["evaluate.num_prompts=2", "evaluate.max_new_tokens=6", "evaluate.tree=chain-2"]
+    with_it = make_config("name=with", "loop.decode_every=4", *options)
+    without = make_config("name=without", *options)
+    a, b = (load_file(distill(config, target) / "draft.safetensors") for config in (with_it, without))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    records = log_of(with_it, "decode")
+    assert [record["step"] for record in records] == [4, 6]
+    assert all(record["num_prompts"] == 2 and 1 <= record["acceptance_length"] <= 3 for record in records)
+    assert not log_of(without, "decode")
+    shutil.rmtree(tmp_path / "with")
+
+
+def test_memory_and_rates_are_in_the_log(make_config, target):
+    config = make_config("loop.max_steps=1")
+    distill(config, target)
+    (record,) = log_of(config, "train")
+    assert record["peak_memory_gb"] > 0.1 and record["rows_per_second"] > 0 and record["grad_norm"] > 0
+
+
+def test_what_a_run_keeps_says_how_it_came_about(make_config, target):
+    config = make_config("loop.max_steps=2", "loop.save_every=1")
+    distill(config, target)
+    described = sorted(run_folder(config).rglob("draft.json"))
+    assert len(described) == 3
+    for path in described:
+        provenance = json.loads(path.read_text())["provenance"]
+        assert load_config(None) != config and provenance["config"] == config.model_dump(mode="json")
+        assert provenance.keys() >= {"git", "versions", "argv"}
