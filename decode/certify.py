@@ -34,7 +34,7 @@ PROMPTS = (
 )
 TREES: tuple[Any, ...] = ("chain-4", "stree", "dynamic-16")
 # What is sampled: a fixed tree and a drawn one, small, because many rows are run at once.
-SAMPLED: tuple[Any, ...] = (Tree.from_parents([-1, 0, 0, 1]), "sampled-2x2")
+SAMPLED: tuple[Any, ...] = (Tree.from_parents([-1, 0, 0, 1]), "sampled-3x2")
 _SHORT = 4  # tokens of the prompt that is continued many times
 
 

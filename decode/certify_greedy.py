@@ -94,7 +94,7 @@ def certify_greedy(
         name = "greedy, the draft alone" if tree is None else f"greedy, {tree}"
         evidence.append(_judge(target, name, prompts, got, texts, max_new_tokens, sum(f.accepted for f in forwards)))
     batch, mask = _padded(prompts)
-    common = dict(max_new_tokens=max_new_tokens, temperature=0.0, attention_mask=mask)
+    common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=0.0, attention_mask=mask)
     for name, proposer, tree in (
         ("greedy, all prompts in one batch", draft, trees[0]),
         ("greedy, scripted drafts in one batch", Rehearsal(texts, target.vocab_size), None),

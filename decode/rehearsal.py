@@ -31,7 +31,7 @@ class Rehearsal:
         vocab_size: of the target.
     """
 
-    max_length = None
+    max_length: int | None = None
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int):
         self.texts, self.vocab_size = texts, vocab_size

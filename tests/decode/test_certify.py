@@ -26,7 +26,7 @@ def bamba(targets):
 
 
 def quick(target, draft, **settings):
-    return certify(target, draft, quick=True, rows=400, **settings)
+    return certify(target, draft, quick=True, rows=300, **settings)
 
 
 def failed(certificate):
@@ -47,7 +47,7 @@ def test_a_sound_verifier_is_certified_with_hashes_versions_and_figures(bamba, t
     assert {0, 1, 2, 3} <= set(one_row["accepted"]) and max(one_row["errors"].values()) < 1e-5
     assert 5 in figures["state after each commit, a batch"]["accepted"]
     assert all(case["total_variation"] < 1e-12 for case in figures["acceptance rule, drawn trees"]["cases"])
-    assert figures["sampling, sampled-2x2"]["drafts_accepted"] > 0
+    assert figures["sampling, sampled-3x2"]["drafts_accepted"] > 0
     again = quick(target, draft)
     assert [e.figures for e in again.evidence] == [e.figures for e in certificate.evidence]
 
@@ -208,13 +208,13 @@ def test_a_broken_commit_is_caught_in_the_states_and_in_the_text(mutation, famil
 
 
 def test_siblings_sorted_in_the_loop_are_caught_by_counting_what_this_draft_gives(targets, tiny, monkeypatch):
-    target, prompt = targets("bamba"), tiny.prompt_ids((1, 4), 3)
+    target, prompt = targets("bamba"), tiny.prompt_ids((1, 4), 4)
     torch.manual_seed(1)
-    draft = dw.EagleDraft.from_target(target).eval()
-    settings = dict(rows=6000, length=3, seed=0)
-    assert certify_sampling(target, draft, prompt, "sampled-4x1", **settings).passed
+    draft = dw.EagleDraft.from_target(target, draft_vocab=torch.tensor([0, 6, 11, 14, 18])).eval()
+    settings = dict(rows=800, length=3, seed=0)
+    assert certify_sampling(target, draft, prompt, "sampled-3x1", **settings).passed
     monkeypatch.setattr(loop, "verify_drawn", _sorted_siblings)
-    assert not certify_sampling(target, draft, prompt, "sampled-4x1", **settings).passed
+    assert not certify_sampling(target, draft, prompt, "sampled-3x1", **settings).passed
 
 
 def test_a_tree_operator_that_reads_a_chain_is_caught(bamba, tiny, monkeypatch):
