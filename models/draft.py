@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from draftwood.models.draft_attention import AttentionDraft, AttentionLayer
-from draftwood.models.draft_base import DraftConfig, Norms
-from draftwood.models.draft_fusion import FusionDraft
+from draftwood.models.draft_fusion import FusionConfig, FusionDraft, Norms
 from draftwood.models.draft_state import DraftState
 from draftwood.models.layers import DraftLayer, LayerShape
 
@@ -37,9 +36,9 @@ class EagleDraft(FusionDraft[DraftState], AttentionDraft):
 
         Args:
             draft_vocab: [Vd] int64 token ids the draft can propose; None is the target's whole vocabulary.
-            norms: `none` (the published layout), `input` or `all`, as in `DraftConfig`.
+            norms: `none` (the published layout), `input` or `all`, as in `FusionConfig`.
         """
-        config = DraftConfig(layer_shape(target), num_layers, norms, fusion_bias, max_length(target))
+        config = FusionConfig(layer_shape(target), num_layers, max_length(target), norms, fusion_bias)
         return cls.untrained(config, target, draft_vocab)
 
     @property

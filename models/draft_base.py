@@ -8,7 +8,7 @@ repeats what decoding does after j - 1 steps on the draft's own features.
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,19 @@ from draftwood.models.layers import LayerShape
 if TYPE_CHECKING:
     from draftwood.models.target import Target
 
-Norms = Literal["none", "input", "all"]
 State = TypeVar("State")
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What a checkpoint needs to rebuild a draft, besides its weights.
+    """What a checkpoint needs to rebuild a draft, besides its weights; sizes, layers and what a kind adds.
 
     Attributes:
-        norms: `none` is the published EAGLE layout; `input` normalises both inputs of the fusion; `all` also the input
-            of the first layer and the output.
         max_length: positions beyond which the draft was not made to work; None: there is no such limit.
     """
 
     shape: Any
     num_layers: int = 1
-    norms: Norms = "all"
-    fusion_bias: bool = False
     max_length: int | None = None
 
     shape_type: ClassVar[type] = LayerShape
@@ -49,8 +44,6 @@ class DraftConfig:
         """Raises:
         ValueError: a field this version does not know, so could not honour, or one that is missing.
         """
-        if isinstance(values.get("norms"), bool):  # as the first versions wrote it
-            values = {**values, "norms": "all" if values["norms"] else "none"}
         try:
             return cls(**{**values, "shape": cls.shape_type(**values["shape"])})
         except (TypeError, KeyError) as error:
@@ -94,6 +87,10 @@ class Draft(nn.Module, Generic[State]):
     def options(self) -> dict[str, Any]:
         """What `from_target` would make this draft with, by `option_names`."""
         return {name: getattr(self.config, name) for name in self.option_names if hasattr(self.config, name)}
+
+    @classmethod
+    def prepare_target(cls, target: "Target", **options: Any) -> None:
+        """Makes the target give the features that such a draft reads; most read what it gives anyway."""
 
     # `from_target(target, *, draft_vocab=None, **options)`: an untrained draft, in float32, on the target's device.
     from_target: ClassVar[Callable[..., "Draft"]]
@@ -169,6 +166,11 @@ class Draft(nn.Module, Generic[State]):
         """Rows as they enter the layers, from features and embeddings [B, t, H]."""
 
     @property
+    def own_head(self) -> Tensor | None:
+        """[Vd, H], the head's rows where they are the draft's own and trained with it."""
+        return None
+
+    @property
     def head_weight(self) -> Tensor:
         """[Vd, H] rows of the target's head in draft-vocabulary order."""
         weight = self.target.head_weight
@@ -179,7 +181,16 @@ class Draft(nn.Module, Generic[State]):
             self._head_rows = (version, weight[self.draft_vocab])
         return self._head_rows[1]
 
+    @property
+    def logit_scale(self) -> float:
+        """logits = logit_scale * head_input(predicted) @ head_weight.T"""
+        return self.target.logit_scale
+
+    def head_input(self, predicted: Tensor) -> Tensor:
+        """What the head reads of predicted features, [.., H]."""
+        return predicted
+
     def logits(self, predicted: Tensor) -> Tensor:
-        """Logits [..., Vd] of predicted features [..., H], by the target's head over the draft vocabulary."""
+        """Logits [..., Vd] of predicted features [..., H], over the draft vocabulary."""
         weight = self.head_weight
-        return F.linear(predicted.to(weight.dtype), weight) * self.target.logit_scale
+        return F.linear(self.head_input(predicted).to(weight.dtype), weight) * self.logit_scale

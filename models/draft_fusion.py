@@ -1,6 +1,7 @@
 """Fusion of a feature and the next token's embedding, ahead of a stack of decoder layers of any kind (EAGLE)."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,38 @@ if TYPE_CHECKING:
     from draftwood.models.target import Target
 
 
+Norms = Literal["none", "input", "all"]
+
+
+@dataclass(frozen=True)
+class FusionConfig(DraftConfig):
+    """`DraftConfig` and how the inputs are fused.
+
+    Attributes:
+        norms: `none` is the published EAGLE layout; `input` normalises both inputs of the fusion; `all` also the input
+            of the first layer and the output.
+    """
+
+    norms: Norms = "all"
+    fusion_bias: bool = False
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        if isinstance(values.get("norms"), bool):  # as the first versions wrote it
+            values = {**values, "norms": "all" if values["norms"] else "none"}
+        return super().from_dict(values)
+
+
 class FusionDraft(Draft[State]):
     """A linear layer over [embedding, feature], then layers, then (norms: all) a norm with the scale of the target's.
 
     `make_layer(shape, input_norm)` is what a subclass stacks.
     """
 
+    config_type = FusionConfig
     option_names: ClassVar[tuple[str, ...]] = ("num_layers", "norms", "fusion_bias")
 
-    def __init__(self, config: DraftConfig, target: "Target", draft_vocab: Tensor | None = None):
+    def __init__(self, config: FusionConfig, target: "Target", draft_vocab: Tensor | None = None):
         super().__init__(config, target, draft_vocab)
         shape = config.shape
         self.fc = nn.Linear(2 * shape.hidden_dim, shape.hidden_dim, bias=config.fusion_bias)
@@ -37,7 +61,7 @@ class FusionDraft(Draft[State]):
         raise NotImplementedError
 
     @classmethod
-    def untrained(cls, config: DraftConfig, target: "Target", draft_vocab: Tensor | None) -> Self:
+    def untrained(cls, config: FusionConfig, target: "Target", draft_vocab: Tensor | None) -> Self:
         """With fresh weights in float32, on the target's device."""
         draft = cls(config, target, None if draft_vocab is None else draft_vocab.to(torch.int64).sort().values)
         for module in draft.modules():

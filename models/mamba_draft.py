@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from draftwood.kernels.tables import TreeTables
 from draftwood.models.draft import layer_shape
-from draftwood.models.draft_base import DraftConfig, Norms
-from draftwood.models.draft_fusion import FusionDraft
+from draftwood.models.draft_fusion import FusionConfig, FusionDraft, Norms
 from draftwood.models.mamba_layer import MambaLayer, MambaShape, MixerState
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MambaConfig(DraftConfig):
-    """`DraftConfig` with the sizes of Mamba-2 layers."""
+class MambaConfig(FusionConfig):
+    """`FusionConfig` with the sizes of Mamba-2 layers."""
 
     shape_type: ClassVar[type] = MambaShape
 
@@ -65,14 +64,15 @@ class MambaDraft(FusionDraft[MambaState]):
 
         Args:
             draft_vocab: [Vd] int64 token ids the draft can propose; None is the target's whole vocabulary.
-            norms: `none`, `input` or `all`, as in `DraftConfig`.
+            norms: `none`, `input` or `all`, as in `FusionConfig`.
             state_dim: width of the recurrent state; conv_width: taps of the short convolution, 2 or more.
         """
         like = layer_shape(target)
         hidden = like.hidden_dim
         head_dim = next(width for width in (64, 32, 16, 8, 4, 2, 1) if hidden % width == 0 and hidden >= 4 * width)
         sizes = (hidden, hidden // head_dim, head_dim, state_dim, 1, conv_width, like.intermediate_dim, like.norm_eps)
-        return cls.untrained(MambaConfig(MambaShape(*sizes), num_layers, norms, fusion_bias), target, draft_vocab)
+        config = MambaConfig(MambaShape(*sizes), num_layers, norms=norms, fusion_bias=fusion_bias)
+        return cls.untrained(config, target, draft_vocab)
 
     @property
     def options(self) -> dict[str, Any]:

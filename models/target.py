@@ -19,6 +19,7 @@ from draftwood.models import assets, gates, seam
 from draftwood.models.cache import DecodeCache, merge_rows
 from draftwood.models.families import check_rope, family_of, modeling_module
 from draftwood.models.state import DecodeState, accepted_columns, attention_mask, check_paths
+from draftwood.models.taps import check_taps, tapped_forward
 from draftwood.models.tree import Tree, root_tree
 
 
@@ -26,7 +27,7 @@ from draftwood.models.tree import Tree, root_tree
 class VerifyOutput:
     """Attributes:
     logits: [B, n, V] of the target after each node, given the committed prefix and the node's ancestors.
-    features: [B, n, H] its hidden states after the final norm.
+    features: [B, n, H] its hidden states after the final norm; as wide as `Target.feature_dim` where it is tapped.
     """
 
     logits: Tensor
@@ -40,6 +41,7 @@ class Target:
         model: the transformers model.
         tokenizer: its tokenizer, or None where only a model object was given.
         name: what it was loaded from.
+        taps: layers whose inputs go along with the features, see `tap`.
         operators: the tree operators that `verify` runs in place of transformers' functions, by their names.
     """
 
@@ -58,6 +60,7 @@ class Target:
             )
         self._takes_mask = self.family.has_attention and attention == "eager"
         self.operators = seam.OPERATORS
+        self.taps: tuple[int, ...] = ()
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path or model.config.model_type
         self.config = model.config
@@ -93,6 +96,24 @@ class Target:
         return self.head_weight.shape[1]
 
     @property
+    def feature_dim(self) -> int:
+        """Width of the features: H, or (k + 1) H with k taps."""
+        return (len(self.taps) + 1) * self.hidden_dim
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.get_text_config().num_hidden_layers
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on features are [.., (k + 1) H]: what each of `layers` reads, then the feature itself.
+
+        Raises:
+            ValueError: layers that are not there or not ascending, or a target tapped elsewhere before.
+        """
+        check_taps(tuple(layers), self.taps, self.num_layers, self.name)
+        self.taps = tuple(layers)
+
+    @property
     def vocab_size(self) -> int:
         return self.head_weight.shape[0]
 
@@ -109,8 +130,8 @@ class Target:
         return self._embeddings(ids)
 
     def head(self, features: Tensor) -> Tensor:
-        """Logits [..., V] of features [..., H], with the model's own scale."""
-        return self.family.scaled(self.config, self._head(features))
+        """Logits [..., V] of features [..., H], with the model's own scale; of wider ones the last H are read."""
+        return self.family.scaled(self.config, self._head(features[..., -self.hidden_dim :]))
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -119,7 +140,7 @@ class Target:
         Padding, on either side, never enters the model's conv, scan or attention; its features are zero.
         """
         if attention_mask is None:
-            return self._backbone(input_ids=input_ids, use_cache=False).last_hidden_state.to(self.dtype)
+            return tapped_forward(self._backbone, self.taps, input_ids=input_ids, use_cache=False).to(self.dtype)
         real = attention_mask.bool()
         # Real tokens to the left in their order: all our models are causal, so what stands right of them is not seen.
         order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)
@@ -157,7 +178,7 @@ class Target:
             if 0 in lengths:
                 raise ValueError(f"row {lengths.index(0)} of the prompts has no token that is not padding")
         parts = []
-        features = torch.zeros(len(rows), max(lengths), self.hidden_dim, dtype=self.dtype, device=self.device)
+        features = torch.zeros(len(rows), max(lengths), self.feature_dim, dtype=self.dtype, device=self.device)
         logits = torch.empty(len(rows), self.vocab_size, dtype=self.dtype, device=self.device)
         for length in sorted(set(lengths)):
             members = [row for row, n in enumerate(lengths) if n == length]
@@ -285,8 +306,9 @@ class Target:
         inputs: dict[str, Any] = {"position_ids": positions if positions.ndim == 2 else positions[None]}
         if not self.family.has_attention:
             inputs = {}
-        out = self._backbone(input_ids=ids, cache=cache, use_cache=True, attention_mask=mask, **inputs)
-        return out.last_hidden_state.to(self.dtype)  # Mamba2 keeps its residual, and so this, in float32
+        inputs |= {"cache": cache, "use_cache": True, "attention_mask": mask}
+        hidden = tapped_forward(self._backbone, self.taps, input_ids=ids, **inputs)
+        return hidden.to(self.dtype)  # Mamba2 keeps its residual, and so this, in float32
 
 
 def load_target(

@@ -1,8 +1,9 @@
 """Features of the target for training rows: computed when needed, or kept on disk so that later passes are cheap.
 
 The cache is a folder of `index.json`, which says of what target and rows it is, and one safetensors file per block of
-consecutive rows with `features` [N, H] bfloat16, `normaliser` [N] float32 and `argmax` [N] int32 of their N tokens. A
-file appears when it is whole, so an interrupted run goes on where it was. Files are memory-mapped when read.
+consecutive rows with `features` [N, F] bfloat16, `normaliser` [N] float32 and `argmax` [N] int32 of their N tokens. F
+is the target's feature width, more than H where it is tapped. A file appears when it is whole, so an interrupted run
+goes on where it was. Files are memory-mapped when read.
 """
 
 import json
@@ -58,7 +59,7 @@ class FeatureSource:
     cache: "FeatureCache | None" = None
 
     def __call__(self, numbers: Sequence[int]) -> list[RowFeatures]:
-        """Of each row its features [T, H] and their statistics [T]."""
+        """Of each row its features [T, F] and their statistics [T]."""
         cached = {i: self.cache.read(i) for i in numbers if self.cache is not None and i < self.cache.num_rows}
         missing = [i for i in numbers if i not in cached]
         computed = dict(zip(missing, self.compute(missing), strict=True))
@@ -78,7 +79,7 @@ class FeatureSource:
         flat = torch.cat(features)
         if not bool(flat.isfinite().all()):
             raise FeatureError(f"{self.target.name}: features of rows {list(numbers)} are not finite")
-        statistics = teacher_statistics(flat, self.head, _ROWS_PER_CHUNK)
+        statistics = teacher_statistics(flat[:, -self.target.hidden_dim :], self.head, _ROWS_PER_CHUNK)
         lengths = [len(i) for i in ids]
         pairs = zip(statistics.normaliser.split(lengths), statistics.argmax.split(lengths), strict=True)
         return [(f, TeacherStatistics(*pair)) for f, pair in zip(features, pairs, strict=True)]
@@ -90,9 +91,9 @@ class FeatureCache:
     Made by `open_cache`; complete once every process has called `fill`.
     """
 
-    def __init__(self, folder: Path, lengths: np.ndarray, hidden_dim: int, max_bytes: float):
+    def __init__(self, folder: Path, lengths: np.ndarray, feature_dim: int, max_bytes: float):
         self.folder = folder
-        self.hidden_dim = hidden_dim
+        self.feature_dim = feature_dim
         self._lengths = lengths
         self._ends = np.cumsum(lengths)
         starts = self._ends - lengths
@@ -107,7 +108,7 @@ class FeatureCache:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.hidden_dim + 8
+        return 2 * self.feature_dim + 8
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +170,7 @@ class FeatureCache:
         logger.info("features of %s tokens in %.0f s, %.0f tokens/s", f"{total:,}", seconds, total / seconds)
 
     def read(self, row: int) -> RowFeatures:
-        """Features [T, H] bfloat16 and statistics [T] of row number `row`, below `num_rows`."""
+        """Features [T, F] bfloat16 and statistics [T] of row number `row`, below `num_rows`."""
         block = int(self._block_of_row[row])
         file = self._open.get(block)
         if file is None:
@@ -217,13 +218,14 @@ def open_cache(
     wanted = {
         "format": FORMAT,
         "target": fingerprint(target),
+        "taps": list(target.taps),
         "rows": sizes.digest,
         "precision": str(precision or target.dtype),
         "bytes_per_block": _BYTES_PER_BLOCK,
     }
     index = folder / _INDEX
     if index.exists():
-        found = json.loads(index.read_text(encoding="utf-8"))
+        found = {"taps": [], **json.loads(index.read_text(encoding="utf-8"))}
         differing = sorted(key for key in wanted if found.get(key) != wanted[key])
         if differing:
             what = f"{folder} holds features of another {', '.join(differing)}"
@@ -236,7 +238,7 @@ def open_cache(
     folder.mkdir(parents=True, exist_ok=True)
     if not index.exists():
         index.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-    return FeatureCache(folder, sizes.lengths, target.hidden_dim, max_gb * GB)
+    return FeatureCache(folder, sizes.lengths, target.feature_dim, max_gb * GB)
 
 
 def fingerprint(target: Target) -> str:

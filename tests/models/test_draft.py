@@ -74,10 +74,10 @@ def test_align_and_its_gradients_equal_rows_run_one_at_a_time(variant, detaches,
     got = sum((y[:, j:] * weights[j, :, j:]).sum() for j, y in enumerate(aligned))
     for j, y in enumerate(aligned):
         torch.testing.assert_close(y[:, j:], slow[j, :, j:], rtol=1e-9, atol=1e-11)
-    grads = torch.autograd.grad(got, inputs)
-    for name, a, b in zip(
-        ["features", *dict(draft.named_parameters())], grads, torch.autograd.grad(expected, inputs), strict=True
-    ):
+    grads, slow_grads = (torch.autograd.grad(total, inputs, allow_unused=True) for total in (got, expected))
+    for name, a, b in zip(["features", *dict(draft.named_parameters())], grads, slow_grads, strict=True):
+        if name in ("norm.weight", "lm_head.weight") and draft.own_head is not None:  # of the head, not of `align`
+            continue
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9 * b.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -218,7 +218,7 @@ def test_only_the_drafts_own_weights_are_saved(variant, tmp_path):
     with torch.no_grad():
         predicted = draft(features, next_ids)[0]
         assert torch.equal(loaded(features, next_ids)[0], predicted)
-        full = draft.target.head(predicted)
+        full = draft.target.head(draft.head_input(predicted))  # which a head of its own starts from
         torch.testing.assert_close(loaded.logits(predicted), full[..., [3, 4, 9, 30]])
 
 
@@ -269,7 +269,7 @@ def test_an_unknown_kind_of_draft_is_named(tmp_path):
     save_draft(make_draft(), tmp_path)
     description = json.loads((tmp_path / "draft.json").read_text())
     (tmp_path / "draft.json").write_text(json.dumps({**description, "kind": "owl"}))
-    with pytest.raises(ValueError, match="kind 'owl'; this version reads format 1, kinds eagle, mamba"):
+    with pytest.raises(ValueError, match="kind 'owl'; this version reads format 1, kinds eagle, eagle3, mamba"):
         dw.load_draft(tmp_path, tiny.target("bamba"))
 
 

@@ -1,5 +1,6 @@
 """Tiny drafts of every kind, and their outputs by the plainest means: whole sequences, full scores, a recurrence."""
 
+import functools
 import math
 
 import tiny
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import draftwood as dw
 from draftwood.models.draft_kinds import KINDS
 
 VARIANTS = [
@@ -15,6 +17,7 @@ VARIANTS = [
     {"kind": "eagle", "norms": "input"},
     {"kind": "eagle", "num_layers": 2},
     {"kind": "eagle", "fusion_bias": True},
+    {"kind": "eagle3"},
     {"kind": "mamba"},
     {"kind": "mamba", "norms": "none"},
     {"kind": "mamba", "norms": "input"},
@@ -23,15 +26,22 @@ VARIANTS = [
 ]
 
 
+@functools.cache
+def _tapped(family: str):
+    """A target of its own: an EAGLE-3 draft makes the features of its target wider."""
+    return dw.load_target(tiny.build(family))
+
+
 def make_draft(family: str = "bamba", seed: int = 0, kind: str = "eagle", **options):
     """An untrained draft with weights large enough to matter, in eval mode."""
     torch.manual_seed(seed)
     if kind == "mamba":
         options.setdefault("state_dim", 8)
-    draft = KINDS[kind].from_target(tiny.target(family), **options).eval()
+    target = _tapped(family) if kind == "eagle3" else tiny.target(family)
+    draft = KINDS[kind].from_target(target, **options).eval()
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim == 2 and name != "lm_head.weight":
                 parameter.mul_(1.5)
             elif name.endswith(("dt_bias", "fc.bias", "mamba.D")):
                 parameter.uniform_(-2.0, 1.0)
@@ -41,7 +51,7 @@ def make_draft(family: str = "bamba", seed: int = 0, kind: str = "eagle", **opti
 def rows_of(draft, batch: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
     """Random features and next ids; what is claimed must hold for any."""
     torch.manual_seed(seed)
-    return torch.randn(batch, length, draft.target.hidden_dim), tiny.prompt_ids((batch, length), seed)
+    return torch.randn(batch, length, draft.target.feature_dim), tiny.prompt_ids((batch, length), seed)
 
 
 def plain_outputs(draft, stream: Tensor, ids: Tensor) -> Tensor:

@@ -130,6 +130,23 @@ def test_stale_features_are_refused_in_a_folder_of_the_users_and_rebuilt_in_the_
     assert len(rebuilt.missing()) == len(rebuilt.blocks)
 
 
+def test_a_cache_holds_the_taps_and_is_refused_with_others(tmp_path, rows):
+    tapped = load_target(tiny.build("bamba"))
+    tapped.tap((0, 2))
+    cache = cache_in(tmp_path, tapped, rows)
+    cache.fill(source_of(tapped, rows), 100)
+    (feature, statistics), (computed, expected) = cache.read(3), source_of(tapped, rows).compute([3])[0]
+    assert feature.shape[-1] == tapped.feature_dim == 96 and cache.bytes_per_token == 2 * 96 + 8
+    torch.testing.assert_close(feature.float(), computed, rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(statistics.normaliser, expected.normaliser, rtol=1e-5, atol=1e-4)
+    for taps in ((), (0, 1)):
+        other = load_target(tiny.build("bamba"))
+        if taps:
+            other.tap(taps)
+        with pytest.raises(FeatureError, match="another taps; set features.folder"):
+            cache_in(tmp_path, other, rows)
+
+
 def test_the_size_is_predicted_to_the_byte_but_headers(tmp_path, target, rows):
     cache = cache_in(tmp_path, target, rows)
     predicted = cache.num_tokens * cache.bytes_per_token

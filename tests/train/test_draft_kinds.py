@@ -1,0 +1,68 @@
+"""Every kind of draft goes all the way: trained by a config, saved, loaded, decoding without a change of output."""
+
+import pytest
+import tiny
+import tiny_run
+import torch
+
+import draftwood as dw
+from draftwood.configs.load import ConfigError
+from draftwood.train.loop import distill
+
+RUNS = {
+    "eagle": [],
+    "mamba": ["draft.state_dim=8", "align.detach=false"],
+    "eagle3": [
+        "align.detach=false",
+        "align.feature_weight=0",
+        "align.ce_weight=1",
+        "align.topk_weight=0",
+        "align.step_weights=[1,0.8,0.64]",
+        "draft.draft_vocab_size=40",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workshop")
+    tiny_run.make(folder, family="bamba")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"), [("eagle", "cached"), ("mamba", "cached"), ("eagle3", "cached"), ("eagle3", "online")]
+)
+def test_a_draft_is_trained_saved_and_decodes_without_changing_the_output(kind, source, workshop, tmp_path):
+    target = dw.load_target(str(workshop / "target"))
+    overrides = [f"output={tmp_path}", f"draft.kind={kind}", f"features.source={source}", *RUNS[kind]]
+    best = distill(tiny_run.config(workshop, *overrides), target)
+    fresh = dw.load_target(str(workshop / "target"))
+    draft = dw.load_draft(best, fresh)
+    assert draft.kind == kind
+    prompt = tiny.prompt_ids((2, 7), 3)
+    alone = dw.generate(fresh, None, prompt, max_new_tokens=16)
+    drafted = dw.generate(fresh, draft, prompt, max_new_tokens=16, tree="dynamic-12")
+    assert drafted.tokens == alone.tokens
+
+
+def test_a_trained_eagle3_head_moves(workshop, tmp_path):
+    target = dw.load_target(str(workshop / "target"))
+    config = tiny_run.config(workshop, f"output={tmp_path}", "draft.kind=eagle3", "loop.max_steps=2", *RUNS["eagle3"])
+    draft = dw.load_draft(distill(config, target), target)
+    start = target.head_weight[draft.draft_vocab]
+    assert not torch.allclose(draft.head_weight, start)
+    assert "lm_head.weight" in draft.state_dict() and draft.head_weight.shape == (40, 32)
+
+
+def test_a_feature_loss_without_features_is_refused(workshop, tmp_path):
+    config = tiny_run.config(workshop, f"output={tmp_path}", "draft.kind=eagle3", "features.source=online")
+    with pytest.raises(ValueError, match="set align.feature_weight=0"):
+        distill(config, dw.load_target(str(workshop / "target")))
+
+
+def test_an_option_of_another_kind_is_refused(workshop):
+    with pytest.raises(ConfigError, match="draft.state_dim is not an option of draft.kind eagle"):
+        tiny_run.config(workshop, "draft.state_dim=32")
+    with pytest.raises(ConfigError, match="draft.norms is not an option of draft.kind eagle3"):
+        tiny_run.config(workshop, "draft.kind=eagle3", "draft.norms=none")
