@@ -44,12 +44,13 @@ def describe(run: Run, step: int) -> list[tuple[str, str]]:
         f"{name} {_millions(sum(p.numel() for p in m.parameters()))}" for name, m in draft.named_children()
     )
     rest = f"{target.vocab_size:,} tokens" if draft.draft_vocab is None else f"{len(draft.draft_vocab):,} of its tokens"
+    tied = "embedding and head are" if draft.own_head is None else "embedding is"
     processes = run.accelerator.num_processes
     frozen = _millions(sum(p.numel() for p in target.model.parameters()))
     threads = f", {torch.get_num_threads()} CPU threads each" if run.accelerator.device.type == "cpu" else ""
     return [
         ("frozen", f"target {target.name}, {frozen} parameters, {target.dtype}, {target.device}"),
-        ("tied", f"the draft's embedding and head are the target's, for {rest}; never in a checkpoint"),
+        ("tied", f"the draft's {tied} the target's, for {rest}; never in a checkpoint"),
         ("trained", f"draft {_millions(_trained(run))} parameters: {parts}"),
         ("rows", f"{len(run.train.rows):,} of {run.train.sizes.lengths.sum():,} tokens, "
                  f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
