@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from draftwood.kernels import (
+    distill_loss_triton,
     tree_attention_triton,
     tree_conv_triton,
     tree_delta_triton,
@@ -24,6 +25,7 @@ from draftwood.kernels import (
     tree_selective_triton,
 )
 from draftwood.kernels.decay import NO_LIMIT
+from draftwood.kernels.distill_terms import DistillWeights
 from draftwood.kernels.tables import TreeTables
 from draftwood.kernels.triton_common import Launch, recorded_launches
 
@@ -89,6 +91,12 @@ def launches(nodes: int, scale: int = 1) -> list[Launch]:
 
         queries, prefix, tree = t(1, heads, nodes, width), t(1, groups, 1024, width), t(1, groups, nodes, width)
         tree_attention_triton.tree_attention(queries, prefix, prefix, tree, tree, last, tables, 1.0, valid, f32)
+
+        drafts, places, per_place = t(3, 2, 128256 // scale), t(2, dtype=torch.int64), t(2, dtype=f32)
+        distill_loss_triton.probabilities_(drafts[0])
+        for eta in (None, 3.0):
+            weights = DistillWeights(acceptance=1.0, acceptance_eta=eta)
+            distill_loss_triton.weigh_(drafts, drafts[0], places, per_place, per_place, weights, True)
     return recorded
 
 

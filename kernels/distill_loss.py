@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels import distill_loss_torch
+from draftwood.kernels.dispatch import implementation
 from draftwood.kernels.distill_terms import (
     DistillHead,
     DistillWeights,
     TeacherStatistics,
     distill_loss_reference,
+    reference_parts,
     wide,
 )
 
@@ -81,6 +83,10 @@ def distill_loss(
             )
     if weights.steps is not None and len(weights.steps) < len(outputs):
         raise ValueError(f"{len(weights.steps)} step weights for {len(outputs)} align steps")
+    if implementation(features) == "reference":
+        parts, ranks = reference_parts(outputs, features, head, weights)
+        loss = distill_loss_reference(outputs, features, head, weights, num_rows)
+        return DistillOutput(loss, parts.detach(), ranks)
     options = (features, head, weights, num_rows, statistics, rows_per_chunk)
     return DistillOutput(*_DistillLoss.apply(options, *outputs))
 

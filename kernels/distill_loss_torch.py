@@ -1,16 +1,19 @@
-"""One chunk of the distillation loss in torch: two matrix products for the target and all align steps together.
+"""One chunk of the distillation loss: two matrix products for the target and all align steps together.
 
-Between them every row of logits is replaced, in place, by the weights of the product that gives its gradient. On a CPU
-that is done a few rows at a time, so that its passes over the vocabulary read and write the cache.
+Between them every row of logits is replaced, in place, by the weights of the product that gives its gradient:
+`probabilities_` for the target, `weigh_` for the draft, here in torch and in `distill_loss_triton` as kernels. On a CPU
+that is done a few rows at a time, so that the passes over the vocabulary read and write the cache.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftwood.kernels.dispatch import implementation
 from draftwood.kernels.distill_terms import DistillHead, DistillWeights, TeacherStatistics, wide
 
 # Of each of the two buffers that a few rows of probabilities take.
@@ -28,7 +31,7 @@ class ChunkOutput(NamedTuple):
 
 def statistics(features: Tensor, head: DistillHead) -> TeacherStatistics:
     """Of `features` [C, D], all of whose logits are held."""
-    return _probabilities_(_logits(features, head.weight, head.scale))
+    return _row_operations(features).probabilities_(_logits(features, head.weight, head.scale))
 
 
 def chunk(
@@ -40,6 +43,7 @@ def chunk(
     with_grad: bool,
 ) -> ChunkOutput:
     """Of `outputs` J times [C, D] and `features` [C, D], all of whose logits over the draft's vocabulary are held."""
+    rows = _row_operations(features)
     num_steps, count, dtype = len(outputs), len(features), head.draft_weight.dtype
     if known is None and head.positions is not None:
         known = statistics(features, head)
@@ -49,27 +53,14 @@ def chunk(
 
     top, ids = target.topk(min(weights.k, target.shape[-1]))
     picked = drafts.gather(2, ids.expand(num_steps, -1, -1)).to(wide(dtype))
-    own = _probabilities_(target)
+    own = rows.probabilities_(target)
     known = known or own
     top_probs = torch.exp(top.to(wide(dtype)) - known.normaliser.to(wide(dtype))[:, None])
     sayable = torch.exp(own.normaliser - known.normaliser.to(wide(dtype)))
     greedy = known.argmax if head.positions is None else head.positions[known.argmax]
     mass = weights.topk * top_probs.sum(-1) + weights.ce
 
-    normaliser = torch.empty(num_steps, count, dtype=wide(dtype), device=logits.device)
-    ranks = torch.empty(num_steps, count, dtype=torch.int64, device=logits.device)
-    alpha, mix = torch.ones_like(normaliser), torch.zeros_like(normaliser)
-    for j, draft in enumerate(drafts):
-        for rows, buffer, spare in _blocks(draft):
-            q, normaliser[j, rows], first = _softmax(draft[rows], buffer)
-            ranks[j, rows] = _ranks(q, first, greedy[rows], spare)
-            row_mass = mass[rows]
-            if weights.acceptance:
-                # p only to the precision of the products, as it stands in the place of its logits
-                p = spare.copy_(target[rows]).mul_(sayable[rows, None])
-                alpha[j, rows], mix[j, rows], draft[rows] = _accept_(q, p, weights, row_mass)
-            elif with_grad:
-                draft[rows] = q.mul_(row_mass[:, None])
+    normaliser, ranks, alpha, mix = rows.weigh_(drafts, target, greedy, mass, sayable, weights, with_grad)
 
     y = torch.stack([x.to(wide(dtype)) for x in outputs])
     wanted = features.to(wide(dtype))
@@ -96,7 +87,16 @@ def chunk(
     return ChunkOutput(sums, ranks, grads)
 
 
-def _probabilities_(logits: Tensor) -> TeacherStatistics:
+def _row_operations(near: Tensor) -> Any:
+    """The module with `probabilities_` and `weigh_`: this one, or their kernels."""
+    if implementation(near) != "triton":
+        return sys.modules[__name__]
+    from draftwood.kernels import distill_loss_triton
+
+    return distill_loss_triton
+
+
+def probabilities_(logits: Tensor) -> TeacherStatistics:
     """Replaces `logits` [C, V] by their softmax and returns what they were."""
     normaliser = torch.empty(len(logits), dtype=wide(logits.dtype), device=logits.device)
     argmax = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -104,6 +104,42 @@ def _probabilities_(logits: Tensor) -> TeacherStatistics:
         probabilities, normaliser[rows], argmax[rows] = _softmax(logits[rows], buffer)
         logits[rows] = probabilities
     return TeacherStatistics(normaliser, argmax)
+
+
+def weigh_(
+    drafts: Tensor,
+    target: Tensor,
+    greedy: Tensor,
+    mass: Tensor,
+    sayable: Tensor,
+    weights: DistillWeights,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Replaces logits by what each draft row weighs in the gradient's product, the target's part of it left out.
+
+    Args:
+        drafts: [J, C, V] logits, overwritten; what is left without `with_grad` means nothing.
+        target: [C, V] r. sayable: [C] the mass of p that it stands for.
+        greedy: [C] int64, place of the target's greedy token, -1 for none.
+        mass: [C], what q weighs in the ce and topk terms.
+
+    Returns:
+        log-sum-exp [J, C], ranks [J, C] int64, alpha [J, C] and lambda [J, C]; 1 and 0 without an acceptance term.
+    """
+    normaliser = torch.empty(drafts.shape[:2], dtype=wide(drafts.dtype), device=drafts.device)
+    ranks = torch.empty(drafts.shape[:2], dtype=torch.int64, device=drafts.device)
+    alpha, mix = torch.ones_like(normaliser), torch.zeros_like(normaliser)
+    for j, draft in enumerate(drafts):
+        for rows, buffer, spare in _blocks(draft):
+            q, normaliser[j, rows], first = _softmax(draft[rows], buffer)
+            ranks[j, rows] = _ranks(q, first, greedy[rows], spare)
+            if weights.acceptance:
+                # p only to the precision of the products, as it stands in the place of its logits
+                p = spare.copy_(target[rows]).mul_(sayable[rows, None])
+                alpha[j, rows], mix[j, rows], draft[rows] = _accept_(q, p, weights, mass[rows])
+            elif with_grad:
+                draft[rows] = q.mul_(mass[rows, None])
+    return normaliser, ranks, alpha, mix
 
 
 def _accept_(q: Tensor, p: Tensor, weights: DistillWeights, mass: Tensor) -> tuple[Tensor, Tensor, Tensor]:

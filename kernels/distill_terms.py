@@ -89,22 +89,37 @@ def distill_loss_reference(
     outputs: Sequence[Tensor], features: Tensor, head: DistillHead, weights: DistillWeights, num_rows: float
 ) -> Tensor:
     """The loss as written above, in the dtype it is given, with every logit in memory and autograd's gradient."""
+    parts, _ = reference_parts(outputs, features, head, weights)
+    factors = parts.new_tensor([weights.feature, weights.ce, weights.topk, weights.acceptance])
+    of_steps = parts.new_tensor([weights.of_step(j) for j in range(len(outputs))])
+    return of_steps @ (parts @ factors) / num_rows
+
+
+def reference_parts(
+    outputs: Sequence[Tensor], features: Tensor, head: DistillHead, weights: DistillWeights
+) -> tuple[Tensor, Tensor]:
+    """Sums of the four terms [J, 4] and ranks [J, R], as in `distill_loss.DistillOutput`."""
     p = torch.softmax(head.scale * features @ head.weight.T, -1)
     t = head.scale * features @ head.draft_weight.T
     r = torch.softmax(t, -1)
     ids = t.topk(min(weights.k, t.shape[-1])).indices
     sayable = p if head.positions is None else p[:, torch.argsort(head.positions)[-t.shape[-1] :]]
-    total = outputs[0].sum() * 0
-    for j, y in enumerate(outputs):
+    greedy = (features @ head.weight.T).argmax(-1)
+    greedy = greedy if head.positions is None else head.positions[greedy]
+    parts, ranks = [], []
+    for y in outputs:
         log_q = torch.log_softmax(head.scale * y @ head.draft_weight.T, -1)
         feature = F.smooth_l1_loss(y, features, reduction="none").mean(-1)
         ce = -(r * log_q).sum(-1)
         topk = -(sayable.gather(1, ids) * log_q.gather(1, ids)).sum(-1)
-        row = weights.feature * feature + weights.ce * ce + weights.topk * topk
+        accepted = torch.zeros_like(ce)
         if weights.acceptance:
-            row = row + weights.acceptance * acceptance_term(sayable, r, log_q, weights.acceptance_eta)
-        total = total + weights.of_step(j) * row.sum()
-    return total / num_rows
+            accepted = acceptance_term(sayable, r, log_q, weights.acceptance_eta)
+        parts.append(torch.stack([feature.sum(), ce.sum(), topk.sum(), accepted.sum()]))
+        above = (log_q > log_q.gather(1, greedy.clamp(min=0)[:, None])).sum(-1)
+        rank = torch.where(log_q.argmax(-1) == greedy, 0, above.clamp(min=1))
+        ranks.append(torch.where(greedy >= 0, rank, log_q.shape[-1]))
+    return torch.stack(parts), torch.stack(ranks)
 
 
 def acceptance_term(p: Tensor, r: Tensor, log_q: Tensor, eta: float | None) -> Tensor:

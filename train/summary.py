@@ -76,7 +76,7 @@ def training_bytes(run: Run) -> float:
     scores = 3 * 4 * config.loop.batch_size * shape.num_heads * longest * min(longest, 512)
     activations = run.measured.align.steps * (rows * per_row * run.module.draft.config.num_layers + scores)
     vocab = run.module.head.draft_weight.shape[0]
-    logits = min(config.loop.rows_per_chunk, rows) * vocab * (2 * 4 + 2 * width)
+    logits = min(config.loop.rows_per_chunk, 4 * rows) * vocab * width
     return float(weights + activations + logits)
 
 

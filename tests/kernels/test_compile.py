@@ -17,7 +17,7 @@ def check(target, nodes, scale, monkeypatch, tmp_path):
     rows = compile_report.report(target, nodes, scale)
     names = {row.kernel for row in rows}
     assert {f"tree_{name}_kernel" for name in ("scan", "conv", "selective", "attention_part")} <= names
-    assert {"tree_delta_kernel", "tree_delta_kernel (per channel)"} <= names
+    assert {"tree_delta_kernel", "tree_delta_kernel (per channel)", "distill_row_kernel"} <= names
     for row in rows:
         assert row.code_bytes > 0
         assert row.shared_bytes <= SHARED_BYTES[target], row

@@ -1,8 +1,10 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from draftwood.kernels.cases import device_of
+from draftwood.kernels.dispatch import use
 from draftwood.kernels.distill_loss import (
     DistillHead,
     DistillWeights,
@@ -10,6 +12,7 @@ from draftwood.kernels.distill_loss import (
     distill_loss_reference,
     teacher_statistics,
 )
+from draftwood.kernels.distill_terms import reference_parts
 
 
 def problem(rows, dim=7, vocab=23, draft_size=None, steps=2, seed=0, scale=1.3, dtype=torch.float64):
@@ -198,3 +201,57 @@ def test_acceptance_has_a_finite_gradient_where_nothing_would_be_accepted():
     huge = [(-1e3 * features).requires_grad_()]
     found = distill_loss(huge, features * 1e3, head, DistillWeights(acceptance=1.0), 6)
     assert found.loss.isfinite() and gradients(found.loss, huge)[0].isfinite().all()
+
+
+@settings.get_profile("kernels")
+@given(
+    rows=st.integers(1, 4),
+    rows_per_chunk=st.sampled_from([1, 7, 100]),
+    draft_size=st.sampled_from([None, 5, 22]),
+    steps=st.integers(1, 2),
+    acceptance=st.sampled_from([(0.0, None), (1.0, None), (0.7, 3.0)]),
+    seed=st.integers(0, 99),
+)
+@example(rows=3, rows_per_chunk=100, draft_size=5, steps=2, acceptance=(1.0, None), seed=0)
+@example(rows=3, rows_per_chunk=100, draft_size=None, steps=2, acceptance=(0.7, 3.0), seed=1)
+def test_every_implementation_gives_the_loss_its_gradient_parts_and_ranks(
+    backend, rows, rows_per_chunk, draft_size, steps, acceptance, seed
+):
+    outputs, features, head = problem(rows, draft_size=draft_size, steps=steps, seed=seed)
+    weights = DistillWeights(1.0, 0.3, 0.6, 4, None, *acceptance)
+    device = device_of(backend)
+    there = [y.detach().to(device).requires_grad_() for y in outputs]
+    positions = None if head.positions is None else head.positions.to(device)
+    moved = DistillHead(head.weight.to(device), head.draft_weight.to(device), positions, head.scale)
+    with use(backend):
+        found = distill_loss(there, features.to(device), moved, weights, 5, rows_per_chunk=rows_per_chunk)
+    expected = distill_loss_reference(outputs, features, head, weights, 5)
+    parts, ranks = reference_parts(outputs, features, head, weights)
+    torch.testing.assert_close(found.loss.cpu(), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.parts.cpu(), parts, rtol=1e-10, atol=1e-10)
+    assert torch.equal(found.ranks.cpu(), ranks)
+    for a, b in zip(gradients(found.loss, there), gradients(expected, outputs), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-9, atol=1e-11)
+
+
+def test_no_rows_launch_nothing(fast_backend):
+    outputs, features, head = problem(0)
+    with use(fast_backend):
+        found = distill_loss(outputs, features, head, DistillWeights(acceptance=1.0), 5)
+    assert found.loss.item() == 0
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 1.0])
+def test_bfloat16_rows_of_several_blocks(fast_backend, acceptance):
+    """More tokens than a program reads at a time; sums in float32."""
+    options = dict(dim=16, vocab=4500, steps=1, dtype=torch.bfloat16, scale=0.5)
+    outputs, features, head = problem(3, **options)
+    weights = DistillWeights(acceptance=acceptance)
+    with use(fast_backend):
+        found = distill_loss(outputs, features, head, weights, 3)
+    exact = [y.detach().double().requires_grad_() for y in outputs]
+    wide = DistillHead.build(head.weight.double(), None, 0.5)
+    expected = distill_loss_reference(exact, features.double(), wide, weights, 3)
+    torch.testing.assert_close(found.loss.double(), expected, rtol=1e-2, atol=0)
+    grad, truth = gradients(found.loss, outputs)[0].double(), gradients(expected, exact)[0]
+    assert (grad - truth).norm() / truth.norm() < 3e-2
