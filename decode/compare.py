@@ -14,6 +14,7 @@ from rich.table import Table
 from draftwood.decode.evaluate import evaluate_drafts
 from draftwood.decode.prompts import PromptSet
 from draftwood.decode.report import SPECULATIVE, Report
+from draftwood.decode.stats import paired_difference
 
 if TYPE_CHECKING:
     from draftwood.models.draft import EagleDraft
@@ -57,9 +58,30 @@ class Comparison:
             }
         return figures
 
+    def differences(self) -> dict[str, dict[str, Any]]:
+        """For each draft but the first: its acceptance length minus the first's on the same prompts, with interval."""
+        counts = {
+            name: [(prompt.emitted, prompt.forwards) for prompt in report.prompts]
+            for name, report in self.reports.items()
+        }
+        first, *others = counts
+        differences = {}
+        for name in others:
+            value, interval = paired_difference(counts[first], counts[name])
+            differences[name] = {"against": first, "difference": value, "interval": list(interval)}
+        return differences
+
     def rows(self) -> list[list[str]]:
         figures = self.figures()
-        return [[label, *(_text(values[key]) for values in figures.values())] for key, label in _ROWS.items()]
+        rows = [[label, *(_text(values[key]) for values in figures.values())] for key, label in _ROWS.items()]
+        if len(self.reports) > 1:
+            paired = [
+                f"{d['difference']:+.3f} ({d['interval'][0]:+.3f} to {d['interval'][1]:+.3f})"
+                for d in self.differences().values()
+            ]
+            first = next(iter(self.reports))
+            rows.insert(2, [f"paired difference to {first}, 95 % interval", "", *paired])
+        return rows
 
     def caption(self) -> str:
         report = next(iter(self.reports.values()))
@@ -91,7 +113,11 @@ class Comparison:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.md").write_text(self.to_markdown(), encoding="utf-8")
         path = folder / "report.json"
-        whole = {**self.figures(), "reports": {name: report.to_dict() for name, report in self.reports.items()}}
+        whole = {
+            **self.figures(),
+            "differences": self.differences(),
+            "reports": {name: report.to_dict() for name, report in self.reports.items()},
+        }
         path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
         return path
 

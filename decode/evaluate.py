@@ -17,7 +17,7 @@ from draftwood.decode.measure import Journal, Outcome, Way, measure
 from draftwood.decode.prompts import Prompt, PromptSet
 from draftwood.decode.propose import Proposer, TreeSpec, resolve_tree
 from draftwood.decode.report import LOOP, SPECULATIVE, TRANSFORMERS, Mismatch, PromptRecord, Report
-from draftwood.decode.stats import RowStats, summarize
+from draftwood.decode.stats import GroupSummary, RowStats, by_context, summarize, summarize_groups
 from draftwood.decode.verify import Sampling
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def _report(
         settings=settings,
         acceptance=summarize(stats, seed=settings["seed"]),
         by_category=_by_category(prompts.prompts, stats),
+        groups=_groups(prompts.prompts, stats, settings["seed"]),
         tokens_per_s=speeds,
         prompts=[_record(prompt, row) for prompt, row in zip(prompts.prompts, mine, strict=True)],
         speedup=speeds[SPECULATIVE] / speeds[fastest] if fastest else None,
@@ -174,6 +175,8 @@ def _record(prompt: Prompt, row: dict[str, Outcome]) -> PromptRecord:
         forwards=len(mine.stats.forwards),
         acceptance_length=mine.stats.acceptance_length if mine.stats.forwards else None,
         seconds={way: outcome.seconds for way, outcome in row.items()},
+        emitted=mine.stats.emitted,
+        turn=prompt.turn,
     )
 
 
@@ -195,6 +198,19 @@ def _by_category(prompts: list[Prompt], stats: list[RowStats]) -> dict[str, floa
     if len(groups) < 2:
         return {}
     return {category: summarize(rows, resamples=1).acceptance_length for category, rows in sorted(groups.items())}
+
+
+def _groups(prompts: list[Prompt], stats: list[RowStats], seed: int) -> dict[str, dict[str, GroupSummary]]:
+    """Acceptance by task, turn and context length; of one group alone nothing is said."""
+    tasks: dict[str, list[RowStats]] = defaultdict(list)
+    turns: dict[str, list[RowStats]] = defaultdict(list)
+    for prompt, row in sorted(zip(prompts, stats, strict=True), key=lambda pair: (pair[0].category, pair[0].turn)):
+        tasks[prompt.category or "none"].append(row)
+        turns[str(prompt.turn)].append(row)
+    contexts = by_context([prompt.input_ids.shape[1] for prompt in prompts], stats)
+    kinds = {"task": tasks, "turn": dict(sorted(turns.items())), "context": contexts}
+    summaries = {kind: summarize_groups(groups, seed=seed) for kind, groups in kinds.items()}
+    return {kind: groups for kind, groups in summaries.items() if len(groups) > 1}
 
 
 def _describe(target: "Target", draft: Any, tree: TreeSpec) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Prompt:
-    """`input_ids` [1, T] int64 on the CPU, generation prompt included; `name` and `category` are for the report."""
+    """`input_ids` [1, T] int64 on the CPU, generation prompt included; `name`, `category` and `turn`, the number of
+    the reply in its conversation, are for the report."""
 
     name: str
     input_ids: Tensor
     category: str = ""
+    turn: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,15 @@ def read_prompts(
 
 
 def prompts_from_rows(
-    rows: Iterable[Mapping[str, Any]], name: str, *, limit: int | None = None, max_tokens: int | None = None
+    rows: Iterable[Mapping[str, Any]],
+    name: str,
+    *,
+    limit: int | None = None,
+    max_tokens: int | None = None,
+    every_turn: bool = False,
 ) -> PromptSet:
-    """Prompts of tokenised conversations: of each row what stands before its first reply.
+    """Prompts of tokenised conversations: of each row what stands before its first reply, or with `every_turn` before
+    each of its replies.
 
     Args:
         rows: with `input_ids` [T] and `loss_mask` [T], true on replies.
@@ -96,13 +104,18 @@ def prompts_from_rows(
         if limit is not None and len(prompts) == limit:
             break
         mask = torch.as_tensor(row["loss_mask"]).bool()
-        start = int(mask.int().argmax())
-        if start == 0:
-            continue
-        if max_tokens is not None and start > max_tokens:
-            too_long += 1
-            continue
-        prompts.append(Prompt(str(number), torch.as_tensor(row["input_ids"])[None, :start].to(torch.int64)))
+        if mask[0]:
+            continue  # a reply without a prompt
+        starts = (mask & ~mask.roll(1)).nonzero().flatten().tolist()
+        for turn, start in enumerate(starts, 1):
+            if turn > 1 and not every_turn:
+                break
+            if max_tokens is not None and start > max_tokens:
+                too_long += 1
+                continue
+            ids = torch.as_tensor(row["input_ids"])[None, :start].to(torch.int64)
+            prompts.append(Prompt(f"{number}.{turn}" if every_turn else str(number), ids, turn=turn))
+    prompts = prompts[:limit]
     return _checked(PromptSet(name, prompts, too_long))
 
 

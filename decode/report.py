@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from draftwood.decode.stats import DEFINITIONS, AcceptanceSummary
+from draftwood.decode.stats import DEFINITIONS, AcceptanceSummary, GroupSummary
 
 SPECULATIVE, LOOP, TRANSFORMERS = "with drafts", "own loop without drafts", "transformers generate"
 _SPEED = (
@@ -35,7 +35,8 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt. `seconds` by way of decoding; `new_tokens` and `forwards` are those with drafts."""
+    """One prompt. `seconds` by way of decoding; `new_tokens`, `emitted` (after prefill) and `forwards` are those with
+    drafts."""
 
     name: str
     category: str
@@ -44,6 +45,8 @@ class PromptRecord:
     forwards: int
     acceptance_length: float | None
     seconds: dict[str, float]
+    emitted: int = 0
+    turn: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Report:
         settings: target, draft, tree, sampling, hardware, versions.
         acceptance: over all prompts.
         by_category: acceptance length per category, where the prompts have several.
+        groups: by `task` (the category), `turn` and `context` (tokens before the root), the latter two where there are
+            several; each with its interval.
         tokens_per_s: by way of decoding.
         speedup: against `baseline`, the faster way without drafts; None if none was run.
         num_identical: prompts whose greedy output equals that of transformers; None if not compared.
@@ -72,6 +77,7 @@ class Report:
     baseline: str | None = None
     num_identical: int | None = None
     mismatches: list[Mismatch] = field(default_factory=list)
+    groups: dict[str, dict[str, GroupSummary]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "definitions": {**DEFINITIONS, "tokens_per_s": _SPEED}}
@@ -89,7 +95,11 @@ class Report:
             ("tokens / target forwards", f"{a.num_emitted} / {a.num_forwards}"),
             ("alpha by depth", " ".join(f"{x:.2f}" for x in a.alpha) or "none"),
             ("survival by depth", " ".join(f"{x:.2f}" for x in a.survival) or "none"),
-            *((f"acceptance length, {category}", f"{length:.2f}") for category, length in self.by_category.items()),
+            *(
+                (f"acceptance length, {kind} {name}", _with_interval(group.acceptance_length, group.interval))
+                for kind, groups in self.groups.items()
+                for name, group in groups.items()
+            ),
             *((f"tokens/s, {way}", f"{speed:.1f}") for way, speed in self.tokens_per_s.items()),
         ]
         if self.speedup is not None:

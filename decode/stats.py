@@ -1,6 +1,6 @@
 """How many tokens a target forward yields: acceptance length, per-depth rates and intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -108,6 +108,72 @@ def summarize(prompts: Sequence[RowStats], *, seed: int = 0, resamples: int = 20
         num_emitted=int(emitted.sum()),
         faults=faults,
     )
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """Acceptance length of some of the forwards, with its 95 % interval over the prompts that have any."""
+
+    acceptance_length: float
+    interval: tuple[float, float]
+    num_prompts: int
+    num_forwards: int
+
+
+def summarize_groups(groups: Mapping[str, Sequence[RowStats]], *, seed: int = 0) -> dict[str, GroupSummary]:
+    """One summary a group, in the order given; groups without a forward are left out."""
+    summaries = {}
+    for name, rows in groups.items():
+        if any(row.forwards for row in rows):
+            s = summarize(rows, seed=seed)
+            summaries[name] = GroupSummary(
+                s.acceptance_length, s.acceptance_length_interval, s.num_prompts, s.num_forwards
+            )
+    return summaries
+
+
+# Lower ends of the ranges of context length that reports tell apart.
+CONTEXTS = (0, 128, 512, 2048, 8192, 32768)
+
+
+def by_context(prompt_tokens: Sequence[int], rows: Sequence[RowStats]) -> dict[str, list[RowStats]]:
+    """Each prompt's forwards by how many tokens stood before the root: the prompt and what had been emitted."""
+    groups: dict[str, list[RowStats]] = {}
+    for low, high in zip(CONTEXTS, (*CONTEXTS[1:], None), strict=True):
+        name = f"{low}+" if high is None else f"{low}-{high - 1}"
+        for start, row in zip(prompt_tokens, rows, strict=True):
+            context, inside = start, []
+            for forward in row.forwards:
+                if context >= low and (high is None or context < high):
+                    inside.append(forward)
+                context += forward.emitted
+            if inside:
+                groups.setdefault(name, []).append(RowStats(inside))
+    return groups
+
+
+def paired_difference(
+    first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]], *, seed: int = 0, resamples: int = 2000
+) -> tuple[float, tuple[float, float]]:
+    """Acceptance length of `second` minus that of `first` on the same prompts, and its 95 % interval.
+
+    Each bootstrap sample draws prompts and takes both figures on them, so that hard prompts do not widen the interval.
+
+    Args:
+        first, second: (emitted tokens, target forwards) of each prompt.
+
+    Raises:
+        ValueError: a different number of prompts, or none with a forward in both.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} prompts and {len(second)}: a paired difference needs the same ones")
+    figures = np.array([(*a, *b) for a, b in zip(first, second, strict=True) if a[1] and b[1]], dtype=np.float64)
+    if not len(figures):
+        raise ValueError("no prompt with a target forward after prefill in both")
+    drawn = figures[np.random.default_rng(seed).integers(0, len(figures), (resamples, len(figures)))].sum(1)
+    emitted, forwards, emitted2, forwards2 = figures.sum(0)
+    difference = emitted2 / forwards2 - emitted / forwards
+    return float(difference), _interval(drawn[:, 2] / drawn[:, 3] - drawn[:, 0] / drawn[:, 1])
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:

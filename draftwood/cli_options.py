@@ -58,8 +58,9 @@ def prompt_set_of(source: str, tokenizer: Any, limit: int | None, max_tokens: in
     from draftwood.decode.prompts import prompts_from_rows, read_prompts
 
     kind, colon, folder = source.partition(":")
-    if kind == "validation" and colon:
+    if kind in ("validation", "turns") and colon:
         from draftwood.train.prepare import load_rows
 
-        return prompts_from_rows(load_rows(folder, "validation"), "validation", limit=limit, max_tokens=max_tokens)
+        rows = load_rows(folder, "validation")
+        return prompts_from_rows(rows, kind, limit=limit, max_tokens=max_tokens, every_turn=kind == "turns")
     return read_prompts(source, tokenizer, limit=limit, max_tokens=max_tokens)

@@ -1,11 +1,19 @@
-"""Commands that prove what a draft does, and plan how to use it."""
+"""Commands that prove what a draft does, plan how to use it and compare it with others."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from draftwood.cli_options import DeviceOption, DtypeOption, load_models, prompt_set_of
+from draftwood.cli_options import (
+    DeviceOption,
+    DtypeOption,
+    NewTokensOption,
+    TemperatureOption,
+    TreeOption,
+    load_models,
+    prompt_set_of,
+)
 
 app = typer.Typer()
 
@@ -92,3 +100,41 @@ def plan(
         )
     Console().print(planning.table())
     typer.echo(f"{planning.save(out or draft)}", err=True)
+
+
+@app.command()
+def compare(
+    target: Annotated[str, typer.Argument(help="Built-in name, folder or hub id of the target.")],
+    drafts: Annotated[list[Path], typer.Argument(help="Folders of drafts, two or more; the first is compared with.")],
+    prompts: Annotated[str, typer.Option(help="As of evaluate.")],
+    out: Annotated[Path, typer.Option(help="Folder for the report and the journal.")] = Path("runs/compare"),
+    tree: TreeOption = "dynamic",
+    max_new_tokens: NewTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    num_prompts: Annotated[int | None, typer.Option(help="Prompts from the start of the source.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Measure several drafts on the same prompts in one run, with the paired difference of their acceptance."""
+    from types import SimpleNamespace
+
+    from rich.console import Console
+
+    from draftwood.decode.compare import compare_drafts
+    from draftwood.models.checkpoint import load_draft
+
+    if len(drafts) < 2 or len(set(drafts)) < len(drafts):
+        raise ValueError(f"drafts: got {', '.join(map(str, drafts))}; expected two or more different folders")
+    loaded, first = load_models(target, drafts[0], tree, dtype, device)
+    named = {str(drafts[0]): first, **{str(path): load_draft(path, loaded) for path in drafts[1:]}}
+    comparison = compare_drafts(
+        loaded,
+        named,
+        prompt_set_of(prompts, loaded.tokenizer, num_prompts, max_prompt_tokens),
+        SimpleNamespace(tree=tree, max_new_tokens=max_new_tokens, temperature=temperature),
+        out,
+        Console(stderr=True),
+    )
+    Console().print(comparison.table())
+    typer.echo(f"{comparison.save(out)}", err=True)

@@ -138,3 +138,26 @@ def test_prompts_of_rows_end_where_the_first_reply_starts():
     assert prompts_from_rows(rows, "validation", max_tokens=2).num_too_long == 1
     with pytest.raises(ValueError, match="no prompt left"):
         prompts_from_rows(rows[2:], "validation")
+
+
+def test_acceptance_is_reported_by_task_turn_and_context_with_intervals(targets, tiny):
+    ids = [tiny.prompt_ids((1, length), length) for length in (5, 126, 9)]
+    prompts = [Prompt(f"p{i}", row, "ab"[i % 2], turn=1 + i // 2) for i, row in enumerate(ids)]
+    target = targets("llama")
+    report = evaluate(
+        target, untrained(target), PromptSet("x", prompts), tree="stree", max_new_tokens=8, baseline=False
+    )
+    assert set(report.groups) == {"task", "turn", "context"}
+    assert list(report.groups["task"]) == ["a", "b"] and list(report.groups["turn"]) == ["1", "2"]
+    assert list(report.groups["context"]) == ["0-127", "128-511"]
+    for groups in report.groups.values():
+        assert sum(group.num_forwards for group in groups.values()) == report.acceptance.num_forwards
+        assert all(g.interval[0] <= g.acceptance_length <= g.interval[1] for g in groups.values())
+    assert "acceptance length, task a" in report.to_markdown() and "turn 2" in report.to_markdown()
+
+
+def test_every_reply_of_a_conversation_can_be_a_prompt():
+    rows = [{"input_ids": list(range(9)), "loss_mask": [0, 0, 1, 1, 0, 0, 0, 1, 1]}]
+    every = prompts_from_rows(rows, "x", every_turn=True).prompts
+    assert [(p.name, p.turn, p.input_ids.shape[1]) for p in every] == [("0.1", 1, 2), ("0.2", 2, 7)]
+    assert [p.input_ids.shape[1] for p in prompts_from_rows(rows, "x").prompts] == [2]

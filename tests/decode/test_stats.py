@@ -75,3 +75,35 @@ def test_prompts_that_ended_at_prefill_are_left_out():
     assert summarize([FIRST, RowStats()]).num_prompts == 1
     with pytest.raises(ValueError, match="no target forward"):
         summarize([RowStats()])
+
+
+def test_a_paired_difference_is_narrower_than_its_parts_and_exact_on_equal_drafts():
+    from draftwood.decode.stats import paired_difference
+
+    first = [(10 * n, 10) for n in range(1, 11)]  # prompts of very different difficulty
+    better = [(10 * n + 1, 10) for n in range(1, 11)]
+    assert paired_difference(first, first) == (0.0, (0.0, 0.0))
+    value, (low, high) = paired_difference(first, better)
+    assert value == pytest.approx(0.1) and low == pytest.approx(0.1) and high == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="same ones"):
+        paired_difference(first, better[:3])
+    with pytest.raises(ValueError, match="no prompt"):
+        paired_difference([(0, 0)], [(3, 2)])
+
+
+def test_forwards_are_sorted_by_the_tokens_before_their_root():
+    from draftwood.decode.stats import by_context, summarize_groups
+
+    rows = [
+        RowStats([ForwardStats(3, 2, 2, True), ForwardStats(1, 0, 2, True)]),
+        RowStats([ForwardStats(2, 1, 2, True)]),
+    ]
+    groups = by_context([126, 600], rows)
+    assert {name: [len(row.forwards) for row in found] for name, found in groups.items()} == {
+        "0-127": [1],
+        "128-511": [1],
+        "512-2047": [1],
+    }
+    summary = summarize_groups(groups)
+    assert [group.acceptance_length for group in summary.values()] == [3.0, 1.0, 2.0]
+    assert summary["0-127"].num_prompts == summary["0-127"].num_forwards == 1
