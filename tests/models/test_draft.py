@@ -255,6 +255,13 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
         dw.load_draft(tmp_path / "nothing", tiny.target("llama"))
 
 
+def test_an_eagle3_head_reads_the_normed_hidden_state():
+    draft = make_draft(kind="eagle3")
+    y = 5 * torch.randn(2, 3, 32)
+    normed = y / (y.pow(2).mean(-1, keepdim=True) + draft.config.shape.norm_eps).sqrt() * draft.norm.weight
+    torch.testing.assert_close(draft.logits(y), normed @ draft.lm_head.weight.T)
+
+
 @pytest.mark.parametrize("had_norms", [True, False])
 def test_a_checkpoint_that_said_norms_with_a_bool_still_loads(had_norms, tmp_path):
     draft = make_draft(norms="all" if had_norms else "none")
