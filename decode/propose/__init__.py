@@ -37,6 +37,7 @@ TreeSpec = Settings | Plan | str | None
 # How each is named; <..> are numbers, and a name without them takes the default settings.
 FORMS = (
     "chain-<k>",
+    "product-<k>x<k>x...",
     *PRESETS,
     "dynamic, dynamic-<nodes>",
     "beam-<beams>x<levels>",
@@ -74,7 +75,17 @@ def resolve_tree(spec: TreeSpec) -> Settings:
         return Lookahead(*map(int, match.groups()))
     if (tree := tree_preset(spec)) is not None:
         return tree
-    known = ["chain-4", *PRESETS, "dynamic", "dynamic-16", "beam-3x4", "sampled-3x4", "lookup", "lookahead"]
+    known = [
+        *PRESETS,
+        "chain-4",
+        "product-4x2",
+        "dynamic",
+        "dynamic-16",
+        "beam-3x4",
+        "sampled-3x4",
+        "lookup",
+        "lookahead",
+    ]
     near = difflib.get_close_matches(spec, known, 1, 0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ";"
     raise ValueError(f"no tree '{spec}'{hint} Known: {'; '.join(FORMS)}")

@@ -26,6 +26,22 @@ def test_chain_preset_is_a_chain(length):
     assert tree_preset(f"chain-{length}").rows == [list(range(-1, length))]
 
 
+def test_medusas_tree_has_the_published_number_of_children_at_every_node():
+    tree = resolve_tree("medusa-63")
+    names = [()]
+    for node, parent in enumerate(tree.rows[0][1:], 1):
+        names.append((*names[parent], tree.children()[parent].index(node)))
+    counts = {name: len(below) for name, below in zip(names, tree.children(), strict=True) if below}
+    wide = {(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, (0, 0): 10, (0, 1): 3, (0, 2): 2, (1, 0): 2, (0, 0, 0): 2}
+    single = [(i,) for i in range(4, 10)] + [(0, i) for i in range(3, 8)] + [(2, 0)]
+    assert tree.num_nodes == 64 and counts == wide | dict.fromkeys(single, 1)
+
+
+def test_a_product_gives_every_node_of_a_level_as_many_children():
+    tree = resolve_tree("product-3x1x2")
+    assert tree.rows == [[-1, 0, 0, 0, 1, 2, 3, 4, 4, 5, 5, 6, 6]]
+
+
 def test_unknown_tree_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match="did you mean 'eagle-25'"):
         resolve_tree("eagle25")
