@@ -4,5 +4,6 @@ from draftwood.models.draft import EagleDraft
 from draftwood.models.draft_base import Draft
 from draftwood.models.eagle3_draft import Eagle3Draft
 from draftwood.models.mamba_draft import MambaDraft
+from draftwood.models.medusa import MedusaDraft
 
-KINDS: dict[str, type[Draft]] = {draft.kind: draft for draft in (EagleDraft, Eagle3Draft, MambaDraft)}
+KINDS: dict[str, type[Draft]] = {draft.kind: draft for draft in (EagleDraft, Eagle3Draft, MambaDraft, MedusaDraft)}
