@@ -177,5 +177,8 @@ def _changed(section: _Model, changes: dict[str, Any], where: str) -> _Model:
     try:
         return type(section).model_validate(section.model_dump() | changes)
     except ValidationError as error:
-        lines = [f"{'.'.join([where, *map(str, e['loc'])])}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-        raise ValueError("; ".join(lines)) from None
+        raise ValueError("; ".join(_mistake(where, details) for details in error.errors())) from None
+
+
+def _mistake(where: str, details: Any) -> str:
+    return f"{'.'.join([where, *map(str, details['loc'])])}: {details['msg']} (got {details['input']!r})"

@@ -72,6 +72,12 @@ def test_hass_is_its_published_two_stages_and_a_stage_can_be_overridden():
     assert only.loop.epochs == 3 and only.align.topk_weight == 1.0
 
 
+def test_eagle3_trains_through_seven_steps_that_count_less_and_less():
+    config = load_config("eagle3")
+    assert config.draft.kind == "eagle3" and not config.align.detach
+    assert config.align.step_weights == pytest.approx([0.8**i for i in range(config.align.steps)])
+
+
 def test_files_that_are_not_configurations_are_named(tmp_path):
     with pytest.raises(ConfigError, match="no recipe 'quikstart'; shipped: .*quickstart"):
         load_config("quikstart")

@@ -97,7 +97,8 @@ def load_state(path: Path, draft: Draft) -> dict[str, Any]:
         DamagedCheckpoint: a file is missing or not what was written.
     """
     try:
-        sums = dict(reversed(line.split()) for line in (path / _SUMS).read_text(encoding="utf-8").splitlines())
+        lines = [line.split() for line in (path / _SUMS).read_text(encoding="utf-8").splitlines()]
+        sums = {name: digest for digest, name in lines}
         wrong = [name for name in (_WEIGHTS, _STATE) if sums.get(name) != file_sha256(path / name)]
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{path} is damaged ({error})") from None

@@ -139,6 +139,7 @@ SMALL = [
     [
         ("hass", ["stages.0.epochs=2", "stages.1.epochs=1"], [3, 3, 3]),
         ("eagle", ["loop.epochs=1"], [1]),
+        ("eagle3", ["loop.epochs=1", "draft.taps=[0, 1]"], [7]),
         ("quickstart", ["stages.0.epochs=1", "stages.1.epochs=1"], [1, 3]),
     ],
 )
