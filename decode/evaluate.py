@@ -75,7 +75,10 @@ def evaluate_drafts(
 
     def ours(draft: Draft) -> Way:
         def run(ids: Tensor, seed: int, **changed: Any) -> GenerateOutput:
-            return generate(target, draft, ids, tree=tree, seed=seed, **{**common, **changed})
+            # lookup and lookahead draft without a draft: the baseline must not
+            return generate(
+                target, draft, ids, tree=None if draft is None else tree, seed=seed, **{**common, **changed}
+            )
 
         return run
 

@@ -28,7 +28,7 @@ app = typer.Typer()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from the standard input.")],
     target: TargetOption = "smollm2-135m",
-    draft: Annotated[Path | None, typer.Option(help="Folder of a draft; without it, no drafts.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Folder of a draft, or model:<language model>.")] = None,
     tree: TreeOption = "dynamic",
     max_new_tokens: NewTokensOption = 256,
     temperature: TemperatureOption = 0.0,
@@ -41,7 +41,7 @@ def generate(
     """Answer a prompt: the text on the standard output as it comes, what it took on the standard error."""
     from draftwood.decode.console import answer
 
-    models = load_models(target, draft, tree, dtype, device)
+    models = load_models(target, draft, tree, dtype, device, temperature)
     settings: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
@@ -57,7 +57,7 @@ def evaluate(
         list[str],
         typer.Option(help="JSON Lines with `turns`, or validation:<prepared folder>; repeat it for a report each."),
     ],
-    draft: Annotated[Path, typer.Option(help="Folder of a draft.")],
+    draft: Annotated[Path, typer.Option(help="Folder of a draft, or model:<language model>.")],
     target: TargetOption = "smollm2-135m",
     out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("runs/evaluate"),
     tree: TreeOption = "dynamic",
@@ -78,7 +78,7 @@ def evaluate(
 
     from draftwood.decode.evaluate import evaluate as run
 
-    models = load_models(target, draft, tree, dtype, device)
+    models = load_models(target, draft, tree, dtype, device, temperature)
     sets = [prompt_set_of(source, models[0].tokenizer, num_prompts, max_prompt_tokens) for source in prompts]
     if len({s.name for s in sets}) < len(sets):
         raise ValueError(f"--prompts: two of {', '.join(s.name for s in sets)} have one name, and so one report")

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 TargetOption = Annotated[str, typer.Option("--target", help="Built-in name, folder or hub id of the target.")]
 TreeOption = Annotated[
-    str, typer.Option("--tree", help="chain-<k>, stree, eagle-25, dynamic, dynamic-<draft nodes>, plan or its file.")
+    str,
+    typer.Option(
+        "--tree", help="As dynamic-16, chain-4, lookup; plan or its file. A wrong name is answered with all forms."
+    ),
 ]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16; default: as saved.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Default: the first GPU, else the CPU.")]
@@ -20,19 +23,35 @@ TopKOption = Annotated[int | None, typer.Option("--top-k", help="Keep so many to
 TopPOption = Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens of this total share.")]
 
 
-def load_models(target: str, draft: Path | None, tree: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:
-    """Target and draft; the tree's name is checked first, because loading takes longer."""
-    from draftwood.decode.propose import resolve_tree
+def load_models(
+    target: str, draft: Path | None, tree: str, dtype: str | None, device: str | None, temperature: float | None = None
+) -> tuple[Any, Any]:
+    """Target and draft; the tree is checked first, at `temperature` where one is given: loading takes longer."""
+    from draftwood.decode.propose import check_temperature, resolve_tree
     from draftwood.models.target import load_target
 
     if not _is_plan(tree):
-        resolve_tree(tree)
+        settings = resolve_tree(tree)
+        if temperature is not None:
+            check_temperature(settings, temperature)
     loaded = load_target(target, dtype, device)
     if draft is None:
         return loaded, None
+    return loaded, load_any_draft(draft, loaded)
+
+
+def load_any_draft(draft: Path, target: Any) -> Any:
+    """A draft checkpoint; of `model:<built-in name, folder or hub id>`, or a folder with a model, a `LanguageDraft`."""
+    kind, colon, name = str(draft).partition(":")
+    if kind == "model" and colon:
+        from draftwood.models.language_draft import LanguageDraft
+
+        return LanguageDraft.load(name, target)
+    if (draft / "config.json").is_file() and not (draft / "draft.json").is_file():
+        return load_any_draft(Path(f"model:{draft}"), target)
     from draftwood.models.checkpoint import load_draft
 
-    return loaded, load_draft(draft, loaded)
+    return load_draft(draft, target)
 
 
 def _is_plan(tree: str) -> bool:
