@@ -1,4 +1,4 @@
-"""Which drafted tokens are kept when the drafts were drawn by chance: recursive rejection, no model.
+"""Which drafted tokens are kept when the drafts were drawn by chance: recursive rejection, no model. Chains: `block`.
 
 At a node the target says p and the draft says q, two distributions of the token that follows. The children were drawn
 from q without replacement, and are tried in the order in which they were drawn:
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwood.decode.block import verify_block
 from draftwood.decode.tree import Tree
 from draftwood.decode.verify import Acceptance, Sampling
 
@@ -95,7 +96,8 @@ def verify_drawn(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> Acceptance:
-    """Keeps drawn drafts by recursive rejection, from the root down; one host synchronisation.
+    """Keeps drawn drafts: of a chain by block verification, else by recursive rejection from the root down; one host
+    synchronisation.
 
     Args:
         logits: [B, n, V], the target's at the nodes.
@@ -106,6 +108,11 @@ def verify_drawn(
         generator: of the trials and the bonus token.
     """
     batch, device = tokens.shape[0], tokens.device
+    if draws.width == 1 and not tree.is_padded:  # a chain: every node but the last has one child, the next node
+        levels = torch.arange(tree.num_nodes - 1, device=device)[:, None].expand(-1, batch)
+        q = torch.stack([draws.at(node, logits.shape[-1]) for node in levels], 1).softmax(-1)
+        p = sampling.probs(logits)
+        return verify_block(p, q.to(p.dtype), tokens, generator)
     rows, links = torch.arange(batch, device=device), tree.links(tokens.device)
     node = torch.zeros(batch, dtype=torch.int64, device=device)
     going = torch.ones_like(node, dtype=torch.bool)
