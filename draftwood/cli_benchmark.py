@@ -72,12 +72,16 @@ def benchmark_distill(
 
     if shape not in SHAPES:
         raise ValueError(f"--shape {shape}: expected one of {', '.join(SHAPES)}")
+    try:
+        numbers = tuple(int(n) for n in align.split(","))
+    except ValueError:
+        raise ValueError(f"--align {align}: expected whole numbers with commas between them, as in 1,2,3") from None
     if dtype not in PRECISIONS:
         raise ValueError(f"--dtype {dtype}: expected one of {', '.join(PRECISIONS)}")
     with Console(stderr=True).status("") as status:
         result = benchmark_distill(
             SHAPES[shape],
-            align=tuple(int(n) for n in align.split(",")),
+            align=numbers,
             sources=tuple(sources.split(",")),
             precision=PRECISIONS[dtype],
             batch_size=batch,

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from draftwood.models.draft_base import Draft
 from draftwood.models.draft_state import DraftState
@@ -77,7 +78,17 @@ class AttentionDraft(Draft[DraftState]):
                 q, k, v = layer.queries_keys_values(x, layer.rotary(positions))
                 keys[index].append(k)
                 values[index].append(v)
-                x = layer.finish(x, harmonized_attention(q, keys[index], values[index]))
+                arguments = (layer, x, q, tuple(keys[index]), tuple(values[index]))
+                if len(keys[index]) == 1 or not torch.is_grad_enabled():
+                    x = _attend_and_finish(*arguments)
+                else:  # computed again in the backward pass, so that memory hardly grows with the align steps
+                    x = checkpoint(_attend_and_finish, *arguments, use_reentrant=False, preserve_rng_state=False)
             return self.output(x)
 
         return step
+
+
+def _attend_and_finish(
+    layer: AttentionLayer, x: Tensor, query: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]
+) -> Tensor:
+    return layer.finish(x, harmonized_attention(query, keys, values))
