@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BambaConfig, BambaForCausalLM, PreTrainedModel
+from transformers import BambaConfig, BambaForCausalLM
 from transformers.models.bamba import modeling_bamba
 
 from draftwood.kernels.chunk_scan import chunk_scan
 
+# Models, attention layers and mixers are transformers' own classes, whose attributes type checkers can't follow: Any.
 # Inputs of the convolution's SiLU are made this small, where it is close to x / 2.
 _LINEAR_RANGE = 0.3
 _RENAMED = {
@@ -72,7 +73,7 @@ def hybrid_config(config: Any, mamba_layers: Sequence[int]) -> BambaConfig:
     )
 
 
-def build_hybrid(model: PreTrainedModel, mixers: Mapping[int, Mapping[str, Tensor]]) -> BambaForCausalLM:
+def build_hybrid(model: Any, mixers: Mapping[int, Mapping[str, Tensor]]) -> BambaForCausalLM:
     """A float32 hybrid of Llama-style `model` on the CPU: its weights, and the state of a mixer for some layers.
 
     Raises:
@@ -92,7 +93,7 @@ def build_hybrid(model: PreTrainedModel, mixers: Mapping[int, Mapping[str, Tenso
     return hybrid
 
 
-def mixer_for(model: PreTrainedModel, layer: int) -> nn.Module:
+def mixer_for(model: Any, layer: int) -> Any:
     """A float32 mixer that starts from attention layer `layer` of Llama-style `model`, on the CPU."""
     mixer = modeling_bamba.BambaMixer(hybrid_config(model.config, [layer]), layer).float()
     initialise_mixer(mixer, model.model.layers[layer].self_attn)
@@ -100,7 +101,7 @@ def mixer_for(model: PreTrainedModel, layer: int) -> nn.Module:
 
 
 @torch.no_grad()
-def initialise_mixer(mixer: nn.Module, attention: nn.Module) -> None:
+def initialise_mixer(mixer: Any, attention: Any) -> None:
     """Q to C, K to B, V to x, O to the output; the convolution passes its input, decays span 2 to 500 tokens."""
     q, k, v, o = (getattr(attention, f"{n}_proj").weight.detach().float().cpu() for n in "qkvo")
     heads, width = mixer.num_heads, mixer.head_dim
@@ -163,7 +164,7 @@ def _conv(hidden_states: Tensor, weight: Tensor, bias: Tensor, activation: str, 
 
 
 @torch.no_grad()
-def initialise_scale(mixer: nn.Module, x: Tensor, y: Tensor) -> None:
+def initialise_scale(mixer: Any, x: Tensor, y: Tensor) -> None:
     """Scales the mixer's output: on inputs `x` as near to `y`, both [B, T, H], as one factor gets it."""
     out = mixer(x).float()
     mixer.norm.weight.mul_(((out * y.float()).sum() / out.square().sum()).abs())
@@ -172,7 +173,7 @@ def initialise_scale(mixer: nn.Module, x: Tensor, y: Tensor) -> None:
 class AttentionTaps:
     """Inputs and outputs, each [B, T, H], of a model's attention `layers` while it runs within `caught`."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+    def __init__(self, model: Any, layers: Sequence[int]):
         self.attentions = [model.model.layers[i].self_attn for i in layers]
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
@@ -192,7 +193,7 @@ class AttentionTaps:
 
 
 @contextmanager
-def replaced(attention: nn.Module, mixer: nn.Module) -> Iterator[None]:
+def replaced(attention: Any, mixer: Any) -> Iterator[None]:
     """Within this context attention layer `attention` gives what `mixer` does."""
 
     def give(_: nn.Module, args: Any, kwargs: dict[str, Any], out: tuple[Tensor, Any]) -> tuple[Tensor, None]:

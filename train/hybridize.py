@@ -10,11 +10,11 @@ Two stages, as in MOHAWK (arXiv 2408.10189) and MambaInLlama (arXiv 2408.15237):
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,13 +23,12 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import TextColumn
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from draftwood.kernels.distill_loss import DistillHead, DistillWeights, distill_loss
 from draftwood.models.assets import cache_root
-from draftwood.models.hybrid import AttentionTaps, build_hybrid, initialise_scale, matrix_scan, mixer_for, replaced
+from draftwood.models.hybrid import build_hybrid, replaced
 from draftwood.models.target import load_target, load_tokenizer
 from draftwood.train.checkpoints import package_versions
+from draftwood.train.hybrid_stages import Agreement, Distilling, Fitting, Mixers, Precision, agreement, measure
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.token_blocks import TokenBlocks
 from draftwood.train.tracking import StopRequest
@@ -80,13 +79,6 @@ def chosen_layers(text: str) -> tuple[tuple[int, ...], int]:
         raise ValueError(f"layers {text!r}: expected numbers such as 1,3,5, or auto:<how many>") from None
 
 
-class Agreement(NamedTuple):
-    """Mean over tokens: KL(original, hybrid) in nats, and the share where both have the same likeliest token."""
-
-    kl: float
-    top1: float
-
-
 @dataclass
 class Progress:
     """Where a run is and what it has found; saved with the weights.
@@ -103,29 +95,10 @@ class Progress:
     batches: int = 0
 
 
-class Mixers(nn.Module):
-    """A mixer for each of `layers`."""
-
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
-        super().__init__()
-        self.layers = list(layers)
-        self.mixers = nn.ModuleList(mixer_for(model, i) for i in layers)
-
-    def forward(self, inputs: list[Tensor], outputs: list[Tensor]) -> Tensor:
-        """[layers]: the squared error of each mixer over the power of what its attention layer gave."""
-        found = zip(self.mixers, inputs, outputs, strict=True)
-        return torch.stack([(m(x).float() - y.float()).square().sum() / y.float().square().sum() for m, x, y in found])
-
-    def keep(self, layers: Sequence[int]) -> None:
-        """Drops the mixers of other layers."""
-        self.mixers = nn.ModuleList(self.mixers[self.layers.index(i)] for i in layers)
-        self.layers = list(layers)
-
-
 class Hybridizer:
     """One run in folder `out`; `run` goes on from where the last one there stopped."""
 
-    def __init__(self, model: PreTrainedModel, train: Dataset, validation: Dataset, out: Path, config: HybridizeConfig,
+    def __init__(self, model: Any, train: Dataset, validation: Dataset, out: Path, config: HybridizeConfig,
                  accelerator: Accelerator, log: Callable[[str, int, dict[str, float]], None]):  # fmt: skip
         self.config, self.out, self.accelerator, self.log = config, out, accelerator, log
         self.model = model.to(accelerator.device).eval().requires_grad_(False)
@@ -140,7 +113,7 @@ class Hybridizer:
         if self.saved is not None:
             self.mixers.load_state_dict(self.saved["mixers"])
 
-    def run(self, stop: StopRequest) -> PreTrainedModel | None:
+    def run(self, stop: StopRequest) -> Any:
         """The hybrid, or None where `stop` ended the run early; what was done is saved."""
         config = self.config
         tokens = config.length * config.batch_size
@@ -168,8 +141,8 @@ class Hybridizer:
     def _train(self, stage: str, steps: int, stop: StopRequest) -> bool:
         """Trains to step `steps` of `stage`; False where `stop` came first."""
         config, accelerator, progress = self.config, self.accelerator, self.progress
-        loss = _Distilling(self.model, self._mixers()) if stage == "distil" else _Fitting(self.model, self.mixers)
-        if stage == "select" and progress.step == 0:
+        loss = Distilling(self.model, self._mixers()) if stage == "distil" else Fitting(self.model, self.mixers)
+        if isinstance(loss, Fitting) and progress.batches == 0:
             with self._precision(), torch.no_grad():
                 loss.scale(self._batch())
         trained = accelerator.prepare(loss) if accelerator.num_processes > 1 else loss
@@ -207,7 +180,7 @@ class Hybridizer:
         return share.to(self.accelerator.device)
 
     def _precision(self) -> Any:
-        return _Precision(self.accelerator.device.type)
+        return Precision(self.accelerator.device.type)
 
     def _choose(self) -> None:
         """Keeps the layers whose mixers alone change the original least."""
@@ -250,82 +223,6 @@ class Hybridizer:
                 )
         self.progress = Progress(**state["progress"])
         return state
-
-
-class _Fitting(nn.Module):
-    """Each mixer against its own attention layer, inside the original."""
-
-    def __init__(self, model: PreTrainedModel, mixers: Mixers):
-        super().__init__()
-        self.original = (model,)  # in a tuple, so that its weights are not this module's
-        self.mixers = mixers
-
-    def _caught(self, ids: Tensor) -> AttentionTaps:
-        taps = AttentionTaps(self.original[0], self.mixers.layers)
-        with torch.no_grad(), taps.caught():
-            self.original[0].model(ids, use_cache=False)
-        return taps
-
-    def scale(self, ids: Tensor) -> None:
-        taps = self._caught(ids)
-        for mixer, x, y in zip(self.mixers.mixers, taps.inputs, taps.outputs, strict=True):
-            initialise_scale(mixer, x, y)
-
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        taps = self._caught(ids)
-        errors = self.mixers(taps.inputs, taps.outputs)
-        return {"loss": errors.sum(), "error": errors.detach().mean()}
-
-
-class _Distilling(nn.Module):
-    """The hybrid as a whole: cross-entropy of its next-token distribution against the original's."""
-
-    def __init__(self, model: PreTrainedModel, mixers: dict[int, nn.Module]):
-        super().__init__()
-        self.original = (model,)
-        states = {layer: mixer.state_dict() for layer, mixer in mixers.items()}
-        hybrid = build_hybrid(model, states).to(model.device, model.dtype).requires_grad_(False)
-        for layer, mixer in mixers.items():  # the very modules: they stay float32 and train
-            hybrid.model.layers[layer].mamba = mixer
-        self.hybrid = hybrid
-        self.head = DistillHead.build(model.get_output_embeddings().weight, dtype=torch.bfloat16)
-        self.weights = DistillWeights(feature=0.0, ce=1.0, topk=0.0)
-
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        with torch.no_grad():
-            wanted = self.original[0].model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        found = self.hybrid.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        out = distill_loss([found], wanted, self.head, self.weights, num_rows=len(found))
-        return {"loss": out.loss}
-
-
-class _Precision:
-    """bfloat16 where matmuls are, and the matrix form of the scan."""
-
-    def __init__(self, device_type: str):
-        self.contexts = (torch.autocast(device_type, torch.bfloat16), matrix_scan())
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
-
-
-@torch.no_grad()
-def measure(model: PreTrainedModel, hybrid: PreTrainedModel, blocks: Tensor) -> Agreement:
-    """How well `hybrid` agrees with `model` on `blocks` [N, T], by plain forwards of both."""
-    found = [agreement(model(b[None], use_cache=False).logits, hybrid(b[None], use_cache=False).logits) for b in blocks]
-    return Agreement(*(sum(values) / len(found) for values in zip(*found, strict=True)))
-
-
-def agreement(wanted: Tensor, given: Tensor) -> Agreement:
-    """Of logits [..., V]."""
-    p, q = wanted.float().log_softmax(-1), given.float().log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum(-1).mean()
-    return Agreement(float(kl), float((p.argmax(-1) == q.argmax(-1)).float().mean()))
 
 
 def _schedule(step: int, steps: int, warmup: int) -> float:

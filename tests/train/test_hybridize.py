@@ -10,7 +10,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from draftwood.models.target import load_target
-from draftwood.train.hybridize import HybridizeConfig, Hybridizer, agreement, chosen_layers, hybridize
+from draftwood.train.hybrid_stages import agreement
+from draftwood.train.hybridize import HybridizeConfig, Hybridizer, chosen_layers, hybridize
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.token_blocks import TokenBlocks
 
