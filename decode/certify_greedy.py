@@ -16,9 +16,9 @@ from draftwood.decode.verify import Sampling
 if TYPE_CHECKING:
     from draftwood.models.target import Target
 
-# In low precision two forwards of different width round differently: a difference is legitimate where our token lies
-# less than so many units of the dtype's precision, at the largest logit, below the target's best.
-LOW_PRECISION_ULPS = 4
+# Rounding a logit costs half a unit of the dtype's precision, so the distance of two logits can differ by 2 units between
+# two forwards of different width; as much again is left for the roundings before the head.
+ROUNDING_UNITS = 4
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,14 @@ class Difference:
         return self.shortfall is not None and self.theirs is not None and self.shortfall <= self.threshold
 
 
+def rounding(dtype: torch.dtype, largest: float) -> float:
+    """By how much the distance of two logits may differ between two forwards; `largest` bounds their size."""
+    return ROUNDING_UNITS * torch.finfo(dtype).eps * abs(largest)
+
+
 def threshold(dtype: torch.dtype, largest: float) -> float:
-    """Shortfall of a logit that rounding explains, 0 in float32 and float64."""
-    if dtype in (torch.float32, torch.float64):
-        return 0.0
-    return LOW_PRECISION_ULPS * torch.finfo(dtype).eps * abs(largest)
+    """How far below the target's best our token's logit may lie in low precision; in float32 it must be the best."""
+    return 0.0 if dtype in (torch.float32, torch.float64) else rounding(dtype, largest)
 
 
 @torch.no_grad()

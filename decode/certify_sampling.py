@@ -1,13 +1,16 @@
 """Evidence that what is sampled with drafts has the target's own distribution: many rows of one prompt, counted.
 
-The whole of `generate` runs, with this target and this draft. The exact probabilities of every text come from the
-unmodified transformers model and its own warpers; Pearson's chi-square compares.
+The whole of `generate` runs, with this target and this draft. What may follow a text, and how likely it is, comes from
+the unmodified transformers model and its own warpers. A token is counted among those that follow the same text, and
+Pearson's chi-square compares, all texts together.
+
+Two forwards of different width round differently, so one may keep a token at the cut of top-k or top-p that the other
+drops. `rounding` bounds the change in the distance of any two logits. A token that no logits within the bound would
+keep proves the verifier wrong; one that all of them would keep is counted; one between the two lies at the cut.
 """
 
-import itertools
-import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,21 +18,34 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from draftwood.decode import generate as loop
 from draftwood.decode.certificate import Evidence
+from draftwood.decode.certify_greedy import rounding
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
 
-SETTINGS = dict(temperature=1.0, top_k=4, top_p=0.95)
+TEMPERATURE, TOP_K, TOP_P = 1.0, 4, 0.95
 # A sound verifier fails one test in so many by chance; the seed is fixed, so a rerun says the same.
 SIGNIFICANCE = 1e-4
-# In low precision rounding can move a token across the edge of top-k or top-p: so large a share of the rows may hold a
-# text that the reference forward excludes. In float32 none may.
-LOW_PRECISION_EDGE = 0.05
-_FEWEST = 5  # expected rows of a text that is counted by itself; rarer ones are counted together
+_FEWEST = 5  # expected rows of a token that is counted by itself; rarer ones are counted together
+_CONTEXTS = 32  # texts of one reference forward
+
+Text = tuple[int, ...]
+
+
+class Support(NamedTuple):
+    """What may follow a text.
+
+    Attributes:
+        sure: tokens that are kept however the logits are rounded, and their probabilities among themselves.
+        possible: tokens that some rounding would keep, the sure ones included.
+    """
+
+    sure: dict[int, float]
+    possible: set[int]
 
 
 def certify_sampling(
-    target: "Target", draft: Any, prompt: Tensor, tree: Any, *, rows: int, length: int, seed: int
+    target: "Target", draft: object, prompt: Tensor, tree: object, *, rows: int, length: int, seed: int
 ) -> Evidence:
     """The distribution of the first `length` tokens of `rows` continuations of `prompt` [1, T].
 
@@ -37,81 +53,102 @@ def certify_sampling(
         tree: what the draft fills.
     """
     prompt = prompt.to(target.device)
-    chances = _exact(target, prompt, length)
     out = loop.generate(
         target,
-        draft,
+        draft,  # type: ignore[arg-type]
         prompt.expand(rows, -1).contiguous(),
         tree=tree,
         max_new_tokens=length,
+        temperature=TEMPERATURE,
+        top_k=TOP_K,
+        top_p=TOP_P,
         seed=seed,
         eos_token_ids=[],
-        **SETTINGS,  # type: ignore[arg-type]
     )
-    counts = Counter(tuple(text[:length]) for text in out.tokens)
-    statistic, freedom, impossible = chi_square(counts, chances, rows)
-    allowed = 0 if target.dtype in (torch.float32, torch.float64) else int(LOW_PRECISION_EDGE * rows)
-    chance = chi_square_tail(statistic, freedom) if impossible <= allowed else 0.0
+    statistic, freedom, num_at_cut, impossible = 0.0, 0, 0, []
+    for depth in range(length):
+        following: dict[Text, Counter[int]] = {}
+        for text in out.tokens:
+            following.setdefault(tuple(text[:depth]), Counter())[text[depth]] += 1
+        for text, support in _supports(target, prompt, list(following)).items():
+            counts = following[text]
+            own, own_freedom = chi_square(counts, support.sure)
+            statistic, freedom = statistic + own, freedom + own_freedom
+            num_at_cut += sum(counts[token] for token in support.possible - support.sure.keys())
+            impossible += [(text, token) for token in counts if token not in support.possible]
+    chance = chi_square_tail(statistic, freedom)
     accepted = sum(f.accepted for row in out.rows for f in row.forwards)
     name = f"sampling, {'the draft alone' if tree is None else tree}"
     detail = f"{rows} rows of {length} tokens, {accepted} drafts accepted: chi-square {statistic:.1f} with {freedom} "
     detail += f"degrees of freedom, p {chance:.2g}, limit {SIGNIFICANCE:.0e}"
+    if num_at_cut:
+        detail += f"; {num_at_cut} of {rows * length} tokens so near the cut of top-k or top-p that rounding decides"
     if impossible:
-        detail += f"; {impossible} rows with a text beyond top-k or top-p, {allowed} allowed for rounding"
+        text, token = impossible[0]
+        detail += f"; {len(impossible)} texts go on beyond top-k or top-p, as {list(text)} with {token}"
     figures = {
-        **SETTINGS,
+        "temperature": TEMPERATURE,
+        "top_k": TOP_K,
+        "top_p": TOP_P,
         "rows": rows,
         "tokens": length,
-        "texts": len(chances),
         "drafts_accepted": accepted,
         "chi_square": statistic,
         "degrees_of_freedom": freedom,
         "p_value": chance,
         "limit": SIGNIFICANCE,
-        "impossible": impossible,
-        "impossible_allowed": allowed,
+        "tokens_at_the_cut": num_at_cut,
+        "impossible": [[*text, token] for text, token in impossible],
     }
-    return Evidence(name, chance > SIGNIFICANCE, detail, figures)
+    return Evidence(name, not impossible and chance > SIGNIFICANCE, detail, figures)
 
 
 @torch.no_grad()
-def _exact(target: "Target", prompt: Tensor, length: int) -> dict[tuple[int, ...], float]:
-    """Probability of every text of `length` tokens after `prompt`, by the model's plain forward."""
-    top_k, top_p = int(SETTINGS["top_k"]), SETTINGS["top_p"]
-    warp = LogitsProcessorList(
-        [TemperatureLogitsWarper(SETTINGS["temperature"]), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)]
-    )
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        texts = list(chances)
-        ids = torch.cat([prompt.expand(len(texts), -1), prompt.new_tensor(texts).view(len(texts), -1).long()], 1)
-        logits = target.model(ids, use_cache=False).logits[:, -1]
-        p = warp(ids, logits.to(torch.promote_types(logits.dtype, torch.float32))).softmax(-1).double()
-        p, tokens = p.topk(min(top_k + 1, p.shape[1]), dim=-1)  # one more than top-k, should two be level
-        chances = {
-            (*text, token): chances[text] * q
-            for text, row, row_tokens in zip(texts, p.tolist(), tokens.tolist(), strict=True)
-            for token, q in zip(row_tokens, row, strict=True)
-            if q > 0
-        }
-    return chances
+def _supports(target: "Target", prompt: Tensor, texts: list[Text]) -> dict[Text, Support]:
+    """What may follow `prompt` [1, T] and each of the texts, all of one length, by the model's plain forward."""
+    found = {}
+    for start in range(0, len(texts), _CONTEXTS):
+        some = texts[start : start + _CONTEXTS]
+        ids = torch.cat([prompt.expand(len(some), -1), prompt.new_tensor(some).view(len(some), -1).long()], 1)
+        for text, logits in zip(some, target.model(ids, use_cache=False).logits[:, -1], strict=True):
+            found[text] = find_support(logits.float(), rounding(target.dtype, float(logits.abs().max())))
+    return found
 
 
-def chi_square(
-    counts: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float], rows: int
-) -> tuple[float, int, int]:
-    """Statistic, degrees of freedom, and how many rows have a text of probability 0."""
-    ordered = sorted(chances, key=chances.__getitem__, reverse=True)
-    frequent = list(itertools.takewhile(lambda text: rows * chances[text] >= _FEWEST, ordered))
-    cells = [(counts[text], rows * chances[text]) for text in frequent]
-    rest = rows - sum(expected for _, expected in cells)
-    impossible = sum(count for text, count in counts.items() if text not in chances)
-    seen = rows - sum(count for count, _ in cells) - impossible
-    if rest >= _FEWEST or not cells:
-        cells.append((seen, rest))
-    else:  # too little for a cell of its own
-        cells[-1] = (cells[-1][0] + seen, cells[-1][1] + rest)
-    return sum((seen - expected) ** 2 / expected for seen, expected in cells), len(cells) - 1, impossible
+def find_support(logits: Tensor, bound: float) -> Support:
+    """The tokens kept of `logits` [V], if the distance of any two of them may be wrong by `bound`.
+
+    The extreme roundings for a token: all that lies at or below it moves up by the bound with it, and what is above by
+    no more is overtaken; or all that lies lower by the bound or more moves down with it, and is overtaken by the rest.
+    """
+    warp = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K), TopPLogitsWarper(TOP_P)])
+    order = logits.argsort(descending=True)
+    near = logits[order].double()
+    near = near[near >= near[min(TOP_K, len(near)) - 1] - bound]  # no rounding lifts another one into the top-k
+    itself, own = torch.eye(len(near), dtype=torch.bool, device=near.device), near[:, None]
+    raised = near + bound * (near <= own)
+    lowered = near - bound * ((near <= own - bound) | itself)
+    ids = order[None]
+    kept = [warp(ids, moved.clone()).diagonal() > -torch.inf for moved in (raised, lowered)]
+    possible, sure = (order[: len(near)][mask].tolist() for mask in kept)
+    p = near[kept[1]].softmax(-1)
+    return Support(dict(zip(sure, p.tolist(), strict=True)), set(possible))
+
+
+def chi_square(counts: Counter[int], chances: dict[int, float]) -> tuple[float, int]:
+    """Statistic and degrees of freedom of those `counts` that have a chance; 0 degrees if there are too few."""
+    total = sum(counts[token] for token in chances)
+    cells, rest, rest_seen = [], 0.0, 0
+    for token, chance in chances.items():
+        if total * chance >= _FEWEST:
+            cells.append((counts[token], total * chance))
+        else:
+            rest, rest_seen = rest + total * chance, rest_seen + counts[token]
+    if rest >= _FEWEST:
+        cells.append((rest_seen, rest))
+    elif cells:  # too little for a cell of its own
+        cells[-1] = (cells[-1][0] + rest_seen, cells[-1][1] + rest)
+    return sum((seen - expected) ** 2 / expected for seen, expected in cells), max(len(cells) - 1, 0)
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
@@ -119,5 +156,4 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
     if freedom == 0:
         return 1.0
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    tail = float(torch.special.gammaincc(half[0], half[1]))
-    return 0.0 if math.isnan(tail) else tail
+    return float(torch.special.gammaincc(half[0], half[1]))

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 import draftwood as dw
 from draftwood.decode import certify_greedy, enumeration, sampled, verify
 from draftwood.decode import generate as loop
-from draftwood.decode.certify import certify
-from draftwood.decode.certify_sampling import certify_sampling, chi_square_tail
+from draftwood.decode.certify import SAMPLED, certify
+from draftwood.decode.certify_sampling import certify_sampling, chi_square_tail, find_support
 from draftwood.decode.certify_state import certify_states
 from draftwood.decode.propose import Proposal
 from draftwood.decode.verify import Acceptance
@@ -208,6 +208,26 @@ def test_a_broken_commit_is_caught_in_the_states_and_in_the_text(mutation, famil
     assert scripted.figures["drafts_accepted"] and not scripted.passed
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_excuses_a_sound_verifier_in_low_precision_and_no_broken_one(dtype, tiny, monkeypatch):
+    target = dw.load_target(tiny.build("bamba").to(dtype))
+    torch.manual_seed(0)
+    draft = dw.EagleDraft.from_target(target).eval()
+    prompts = [gates.probe_ids(target, n) for n in (5, 8)]
+
+    def passes():
+        sampling = certify_sampling(target, draft, prompts[0], SAMPLED[0], rows=200, length=3, seed=0)
+        return sampling, [e.passed for e in certify_states(target, prompts, 6)]
+
+    sampling, states = passes()
+    assert sampling.passed and states == [True, True]
+    assert sampling.figures["tokens_at_the_cut"] > 0  # what rounding decides
+    take_the_bonus_from_raw_logits(monkeypatch)
+    take_the_state_of_the_node_before(monkeypatch)
+    sampling, states = passes()
+    assert not sampling.passed and len(sampling.figures["impossible"]) > 20 and states == [False, False]
+
+
 def test_siblings_sorted_in_the_loop_are_caught_by_counting_what_this_draft_gives(targets, tiny, monkeypatch):
     target, prompt = targets("bamba"), tiny.prompt_ids((1, 4), 4)
     torch.manual_seed(1)
@@ -258,6 +278,32 @@ def test_a_difference_is_legitimate_in_bfloat16_only_within_the_threshold(target
     assert certify_greedy.threshold(torch.bfloat16, -10.0) == pytest.approx(4 * 2**-7 * 10)
     cut = certify_greedy.find_difference(target, 0, ids, theirs[:1], theirs)
     assert cut.ours is None and not cut.is_legitimate
+
+
+def test_what_rounding_decides_is_what_lies_within_the_bound_of_the_cut():
+    logits = torch.tensor([1.9, 5.0, 0.0, 4.9, 4.8, 2.0])  # top-4 keeps 5.0, 4.9, 4.8, 2.0, top-p all but the last
+    assert find_support(logits, 1e-6).possible == find_support(logits, 1e-6).sure.keys() == {1, 3, 4}
+    logits[[0, 5]] = torch.tensor([3.9, 4.0])
+    exact = find_support(logits, 1e-6)
+    assert exact.possible == exact.sure.keys() == {1, 3, 4, 5}
+    want = logits[[1, 3, 4, 5]].softmax(0)
+    assert [exact.sure[n] for n in (1, 3, 4, 5)] == pytest.approx(want.tolist())
+    near = find_support(logits, 0.11)
+    assert near.possible == {0, 1, 3, 4, 5} and near.sure.keys() == {1, 3, 4}
+    level = find_support(torch.tensor([5.0, 4.0, 4.0, 4.0, 4.0, 4.0]), 1e-6)  # top-k keeps all that are level
+    assert level.possible == {0, 1, 2, 3, 4, 5} and level.sure.keys() == {0}
+
+
+def test_the_mass_above_a_token_decides_top_p_with_the_bound_in_its_odds():
+    p = torch.tensor([0.6, 0.34, 0.06])
+    odds = 0.94 / 0.06 / (0.95 / 0.05)  # the last one is dropped where the odds of what is above it grow by 1 / odds
+    bound = float(-torch.tensor(odds).log())
+    assert find_support(p.log(), bound - 0.01).sure.keys() == {0, 1, 2}
+    assert find_support(p.log(), bound + 0.01).sure.keys() == {0, 1}
+    p = torch.tensor([0.6, 0.36, 0.04])
+    bound = float((torch.tensor(0.96 / 0.04) / (0.95 / 0.05)).log())
+    assert find_support(p.log(), bound - 0.01).possible == {0, 1}
+    assert find_support(p.log(), bound + 0.01).possible == {0, 1, 2}
 
 
 def test_every_outcome_adds_up_and_has_the_right_weight():
