@@ -70,28 +70,35 @@ def distill(config: RunConfig, target: Target | None = None, console: Console | 
         Stopped: asked to stop; a checkpoint was saved, unless training had not begun.
         ResumeError, FeatureError, ValueError: what does not fit and what to do about it.
     """
-    console = console or Console(stderr=True)
     with StopRequest() as stop:
         try:
-            run = set_up(config, target, console)
-            meter = run.meter()
-            position = _resume(run, meter)
-            announce(run, position.step)
-            stop.wait_for_steps(run.accelerator)
+            run = set_up(config, target, console or Console(stderr=True))
         except KeyboardInterrupt:
             raise Stopped(None) from None
-        run.log.start_at(position.step, run.total_steps)
-        while position.step < run.total_steps:
-            batches = global_batches(run.train.sizes.lengths, run.global_batch_size, config.seed, position.epoch)
-            started = time.perf_counter()
-            norm = _train_step(run, batches[position.batch], position, meter)
-            run.log.count_step(time.perf_counter() - started, run.train.sizes.supervised[batches[position.batch]].sum())
-            position.step += 1
-            position.batch += 1
-            is_epoch_end = position.batch == len(batches)
-            if is_epoch_end:
-                position.epoch, position.batch = position.epoch + 1, 0
-            _after_step(run, position, meter, norm, is_epoch_end, stop)
+        return train(run, stop)
+
+
+def train(run: Run, stop: StopRequest) -> Path:
+    """Trains a run that is set up, from its latest checkpoint to its end; returns and raises as `distill`."""
+    try:
+        meter = run.meter()
+        position = _resume(run, meter)
+        announce(run, position.step)
+        stop.wait_for_steps(run.accelerator)
+    except KeyboardInterrupt:
+        raise Stopped(None) from None
+    run.log.start_at(position.step, run.total_steps)
+    while position.step < run.total_steps:
+        batches = global_batches(run.train.sizes.lengths, run.global_batch_size, run.config.seed, position.epoch)
+        started = time.perf_counter()
+        norm = _train_step(run, batches[position.batch], position, meter)
+        run.log.count_step(time.perf_counter() - started, run.train.sizes.supervised[batches[position.batch]].sum())
+        position.step += 1
+        position.batch += 1
+        is_epoch_end = position.batch == len(batches)
+        if is_epoch_end:
+            position.epoch, position.batch = position.epoch + 1, 0
+        _after_step(run, position, meter, norm, is_epoch_end, stop)
     run.log.close()
     run.accelerator.wait_for_everyone()
     return run.checkpoints.best
