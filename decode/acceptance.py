@@ -10,6 +10,7 @@ from torch import Tensor
 from draftwood.decode.generate import generate
 from draftwood.decode.optimal_tree import decreasing
 from draftwood.decode.propose import Proposal, Proposer, make_proposer
+from draftwood.decode.propose.base import LogitsReader
 from draftwood.models.tree import Tree
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ class _Observer:
         if self.is_whole and paths[0]:
             self._count(self.proposal.tree, paths[0])
         self.inner.advance(tokens, features, paths, roots)
+
+    def read_logits(self, logits: Tensor) -> None:
+        if isinstance(self.inner, LogitsReader):
+            self.inner.read_logits(logits)
 
     def _count(self, tree: Tree, path: list[int]) -> None:
         children = tree.children()

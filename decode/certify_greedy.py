@@ -16,8 +16,8 @@ from draftwood.decode.verify import Sampling
 if TYPE_CHECKING:
     from draftwood.models.target import Target
 
-# Rounding a logit costs half a unit of the dtype's precision, so the distance of two logits can differ by 2 units between
-# two forwards of different width; as much again is left for the roundings before the head.
+# Rounding a logit costs half a unit of the dtype's precision, so the distance of two logits can differ by 2 units
+# between two forwards of different width; as much again is left for the roundings before the head.
 ROUNDING_UNITS = 4
 
 

@@ -10,7 +10,7 @@ keep proves the verifier wrong; one that all of them would keep is counted; one 
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Support(NamedTuple):
 
 
 def certify_sampling(
-    target: "Target", draft: object, prompt: Tensor, tree: object, *, rows: int, length: int, seed: int
+    target: "Target", draft: Any, prompt: Tensor, tree: Any, *, rows: int, length: int, seed: int
 ) -> Evidence:
     """The distribution of the first `length` tokens of `rows` continuations of `prompt` [1, T].
 
@@ -55,7 +55,7 @@ def certify_sampling(
     prompt = prompt.to(target.device)
     out = loop.generate(
         target,
-        draft,  # type: ignore[arg-type]
+        draft,
         prompt.expand(rows, -1).contiguous(),
         tree=tree,
         max_new_tokens=length,
@@ -68,8 +68,8 @@ def certify_sampling(
     statistic, freedom, num_at_cut, impossible = 0.0, 0, 0, []
     for depth in range(length):
         following: dict[Text, Counter[int]] = {}
-        for text in out.tokens:
-            following.setdefault(tuple(text[:depth]), Counter())[text[depth]] += 1
+        for row in out.tokens:
+            following.setdefault(tuple(row[:depth]), Counter())[row[depth]] += 1
         for text, support in _supports(target, prompt, list(following)).items():
             counts = following[text]
             own, own_freedom = chi_square(counts, support.sure)

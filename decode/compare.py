@@ -17,7 +17,7 @@ from draftwood.decode.report import SPECULATIVE, Report
 from draftwood.decode.stats import paired_difference
 
 if TYPE_CHECKING:
-    from draftwood.models.draft import EagleDraft
+    from draftwood.models.draft_base import Draft
     from draftwood.models.target import Target
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -124,7 +124,7 @@ class Comparison:
 
 def compare_drafts(
     target: "Target",
-    drafts: "Mapping[str, EagleDraft]",
+    drafts: "Mapping[str, Draft[Any]]",
     prompts: PromptSet,
     settings: Settings,
     folder: Path,

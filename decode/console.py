@@ -10,13 +10,13 @@ from draftwood.decode.text import TextStream
 
 if TYPE_CHECKING:
     from draftwood.decode.propose import Proposer
-    from draftwood.models.draft import EagleDraft
+    from draftwood.decode.propose.base import Drafter
     from draftwood.models.target import Target
 
 
 def answer(
     target: "Target",
-    draft: "EagleDraft | Proposer | None",
+    draft: "Drafter | Proposer | None",
     prompt: str,
     write: Callable[[str], object],
     **settings: Any,

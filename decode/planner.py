@@ -157,36 +157,73 @@ def make_plan(
     return Planning(plans, settings)
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """A tree, the ms of its step, the tokens per step it has on some of the prompts, and what was compared."""
+
+    tree: Tree | DynamicTree
+    step_ms: float
+    tokens: Callable[[Sequence[int]], float]
+    details: dict[str, Any]
+
+
 def _plan(costs: Costs, draft: Any, seen: list[Observation], grown: list[Observation], seed: int) -> Plan:
-    """The better of the best static and the best dynamic tree."""
-    table = acceptance_table(seen)[: getattr(draft, "max_depth", None) or LEVELS]
-    static = best_tree(table, costs.static_step, MAX_NODES)
-    tree: Tree | DynamicTree = Tree.from_parents(static.parents)
-    tokens, step = static.tokens_per_step, static.step_ms
-    resampled = _resample(seen, lambda some: expected_tokens(static.parents, acceptance_table(some)), seed)
-    details: dict[str, Any] = {
-        "costs_ms": costs.to_dict(),
-        "acceptance": table,
-        "static": {"parents": static.parents, "tokens_per_step": tokens, "step_ms": step},
-    }
-    if grown:
-        budget, levels = max(
-            ((b, l) for l in range(1, LEVELS + 1) for b in range(1, MAX_NODES + 1)),
-            key=lambda choice: dynamic_tokens(grown, *choice) / costs.dynamic_step(*choice),
-        )
-        own, own_step = dynamic_tokens(grown, budget, levels), costs.dynamic_step(budget, levels)
-        details["dynamic"] = {"budget": budget, "levels": levels, "tokens_per_step": own, "step_ms": own_step}
-        if own / own_step > tokens / step:
-            tree, tokens, step = DynamicTree(levels=levels, budget=budget), own, own_step
-            resampled = _resample(grown, lambda some: dynamic_tokens(some, budget, levels), seed)
-    low, high = np.percentile(resampled, [2.5, 97.5]) * costs.autoregressive / step
-    return Plan(tree, tokens, step, costs.autoregressive, (float(low), float(high)), details)
+    """The tree that is best on all prompts, with an interval from trees chosen on the other half of them."""
+    everything = range(len(seen))
+    best = _choose(costs, draft, seen, grown, everything)
+    halves = [everything[0::2], everything[1::2]] if len(seen) > 1 else [everything]
+    choices = [_choose(costs, draft, seen, grown, half) for half in reversed(halves)]
 
+    def speedup(prompts: Sequence[int]) -> float:
+        """Of the halves, each with the tree that was chosen on the other one."""
+        parts = [[i for i in prompts if i in half] for half in halves]
+        speeds = [len(part) * c.tokens(part) / c.step_ms for part, c in zip(parts, choices, strict=True) if part]
+        return sum(speeds) / len(prompts) * costs.autoregressive
 
-def _resample(seen: list[Observation], tokens: Callable[[list[Observation]], float], seed: int) -> np.ndarray:
-    """Tokens per step over bootstrap samples of the prompts."""
     drawn = np.random.default_rng(seed).integers(0, len(seen), (RESAMPLES, len(seen)))
-    return np.array([tokens([seen[i] for i in row]) for row in drawn])
+    low, high = np.percentile([speedup(row.tolist()) for row in drawn], [2.5, 97.5])
+    details = {"costs_ms": costs.to_dict(), **best.details, "speedup_on_other_prompts": speedup(everything)}
+    tokens = best.tokens(everything)
+    return Plan(best.tree, tokens, best.step_ms, costs.autoregressive, (float(low), float(high)), details)
+
+
+def _choose(
+    costs: Costs, draft: Any, seen: list[Observation], grown: list[Observation], prompts: Sequence[int]
+) -> _Choice:
+    """The better of the best static and the best dynamic tree for some of the prompts."""
+    levels = getattr(draft, "max_depth", None) or LEVELS
+
+    def table(some: Sequence[int]) -> list[list[float]]:
+        return acceptance_table([seen[i] for i in some])[:levels]
+
+    best = best_tree(table(prompts), costs.static_step, MAX_NODES)
+    details: dict[str, Any] = {
+        "acceptance": table(prompts),
+        "static": {"parents": best.parents, "tokens_per_step": best.tokens_per_step, "step_ms": best.step_ms},
+    }
+    static = _Choice(
+        Tree.from_parents(best.parents), best.step_ms, lambda some: expected_tokens(best.parents, table(some)), details
+    )
+    if not grown:
+        return static
+    own = [grown[i] for i in prompts]
+    tree = max(
+        (DynamicTree(levels=l, budget=b) for l in range(1, LEVELS + 1) for b in range(1, MAX_NODES + 1)),
+        key=lambda tree: dynamic_tokens(own, tree.budget, tree.levels) / costs.dynamic_step(tree.budget, tree.levels),
+    )
+    dynamic = _Choice(
+        tree,
+        costs.dynamic_step(tree.budget, tree.levels),
+        lambda some: dynamic_tokens([grown[i] for i in some], tree.budget, tree.levels),
+        details,
+    )
+    details["dynamic"] = {
+        "budget": tree.budget,
+        "levels": tree.levels,
+        "tokens_per_step": dynamic.tokens(prompts),
+        "step_ms": dynamic.step_ms,
+    }
+    return max(static, dynamic, key=lambda choice: choice.tokens(prompts) / choice.step_ms)
 
 
 def _name(plan: Plan) -> str:

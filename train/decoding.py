@@ -1,7 +1,6 @@
 """Real decoding while training: acceptance on held-out prompts, with the draft as it is now."""
 
 import tempfile
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ def decode_held_out(run: Run, step: int, epoch: int) -> None:
         settings, target = run.config.evaluate, run.train.features.target
         devices = [target.device] if target.device.type == "cuda" else []
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices):
-            draft: Any = load_draft(save_draft(run.module.draft, folder), target)
+            draft = load_draft(save_draft(run.module.draft, folder), target)
             report = evaluate(
                 target,
                 draft,

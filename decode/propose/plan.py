@@ -21,7 +21,7 @@ class Plan:
         tokens_per_step: predicted, the bonus token included.
         step_ms: of a speculative step, draft and commit included.
         autoregressive_ms: of a step without drafts.
-        interval: 95 % of the predicted speed-up, by bootstrap over prompts.
+        interval: 95 % of the predicted speed-up, by bootstrap over prompts, each with a tree that others chose.
         details: what else was measured.
     """
 

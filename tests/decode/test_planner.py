@@ -11,6 +11,7 @@ import draftwood as dw
 from draftwood.decode import planner
 from draftwood.decode.acceptance import LEVELS, RANKS, Observation, acceptance_table, dynamic_tokens, observe, wide_tree
 from draftwood.decode.cost import Costs, measure_costs
+from draftwood.decode.optimal_tree import best_tree, expected_tokens
 from draftwood.decode.planner import make_plan
 from draftwood.decode.propose import DynamicTree, Plan, make_proposer
 from draftwood.decode.propose.adaptive import Adaptation, AdaptiveProposer
@@ -63,6 +64,24 @@ def test_where_drafts_lose_the_plan_says_so_and_none_are_made(model, prompts_of,
             out = dw.generate(*model, prompts_of[0], max_new_tokens=6, tree=plan)
     assert all(forward.depth == 0 for forward in out.rows[0].forwards)
     assert len(caplog.records) == 1 and "decoding without them" in caplog.text
+
+
+def test_the_interval_is_that_of_trees_which_other_prompts_chose():
+    """Two prompts, one right at rank 0 and one at rank 7: each chooses the tree that gives the other least."""
+    seen = [Observation(), Observation()]
+    for observation, rank in zip(seen, (0, 7), strict=True):
+        observation.trials[:], observation.hits[:, rank] = 20, 20
+    costs = Costs(10.0, [(2, 10.0), (64, 30.0)], (1.0, 1.0, 0.1))
+    plan = planner._plan(costs, None, seen, [], 0)
+    speeds = []
+    for chosen_on, measured_on in (seen, seen[::-1]):
+        tree = best_tree(acceptance_table([chosen_on]), costs.static_step, planner.MAX_NODES)
+        tokens = expected_tokens(tree.parents, acceptance_table([measured_on]))
+        speeds.append(tokens * 10.0 / tree.step_ms)
+    assert plan.details["speedup_on_other_prompts"] == pytest.approx(sum(speeds) / 2)
+    assert plan.interval == pytest.approx((min(speeds), max(speeds)))
+    alone = planner._plan(costs, None, seen[:1], [], 0)
+    assert alone.interval == pytest.approx((alone.speedup, alone.speedup))
 
 
 class Knowing:
