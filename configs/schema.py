@@ -3,9 +3,10 @@
 A YAML file names one run and holds only what differs from these defaults; `section.field=value` overrides either.
 """
 
-from typing import Any, Literal, TypeVar
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 
 class Section(BaseModel):
@@ -48,12 +49,45 @@ class DraftConfig(Section):
         return self
 
 
+class SourceConfig(Section):
+    """Conversations to train on: a file, a folder saved by `datasets`, a hub id, or a built-in asset's name."""
+
+    path: str = Field(min_length=1)
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)  # share of its conversations; above 1 they are repeated
+    split: str | None = None  # of a data set; None: its only one, else train
+
+    @classmethod
+    def parse(cls, text: str) -> "SourceConfig":
+        """`path`, `path:weight`, `path#split` or `path#split:weight`.
+
+        Raises:
+            ValueError: a weight that is not above 0.
+        """
+        path, split, weight = re.fullmatch(r"(.*?)(?:#([\w.-]+))?(?::([-+\d.eE]+))?", text, re.DOTALL).groups()  # type: ignore[union-attr]
+        try:
+            return cls(path=path, split=split, weight=float(weight or 1))
+        except ValueError:
+            raise ValueError(
+                f"source {text!r}: expected path, path:weight or path#split:weight, a weight above 0"
+            ) from None
+
+
+def _as_sources(value: Any) -> Any:
+    """One source or several, each as text or in full."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return tuple(SourceConfig.parse(one) if isinstance(one, str) else one for one in values)
+
+
 class DataConfig(Section):
-    source: str = "sharegpt"  # built-in asset or a file of ShareGPT- or messages-style rows
+    source: Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_sources), Field(min_length=1)] = (
+        SourceConfig(path="sharegpt"),
+    )  # or text, as on the command line: path, path:weight, path#split:weight; or a list of either
     folder: str | None = None  # where prepared rows are kept; None: inside the cache folder
     max_length: int = Field(2048, ge=8)
+    min_length: int = Field(0, ge=0)  # shorter rows are dropped
+    long_rows: Literal["clip", "drop"] = "clip"  # those above max_length
     num_validation: int = Field(200, ge=1)
-    limit: int | None = Field(None, ge=1)  # conversations read from the source
+    limit: int | None = Field(None, ge=1)  # conversations read from each source
     train_tokens: int | None = Field(None, ge=1)  # stop taking training rows at this many tokens
     system: Literal["keep", "fold", "drop"] = "keep"
     num_proc: int = Field(2, ge=1)

@@ -11,14 +11,23 @@ app = typer.Typer()
 @app.command()
 def prepare(
     out: Annotated[Path, typer.Option(help="Folder for the prepared rows.")],
-    source: Annotated[str, typer.Option(help="`sharegpt`, or a file of conversations.")] = "sharegpt",
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="`sharegpt`, a file, a folder saved by datasets or a hub id; path:0.3 uses 30 %, path:2 all twice, "
+            "path#split of a data set. May be given several times. Default: sharegpt."
+        ),
+    ] = None,
     target: Annotated[str, typer.Option(help="Whose tokenizer and template.")] = "smollm2-135m",
-    max_length: Annotated[int, typer.Option(help="Tokens of a row; the rest is clipped.")] = 2048,
+    max_length: Annotated[int, typer.Option(help="Tokens of a row at most.")] = 2048,
+    long_rows: Annotated[str, typer.Option(help="Rows above that: clip or drop.")] = "clip",
+    min_length: Annotated[int, typer.Option(help="Drop rows of fewer tokens.")] = 0,
     num_validation: Annotated[int, typer.Option(help="Rows held out.")] = 200,
-    limit: Annotated[int | None, typer.Option(help="Conversations to read; default: all.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Conversations to read of each source; default: all.")] = None,
     system: Annotated[str, typer.Option(help="System turns: keep, fold or drop.")] = "keep",
     num_proc: Annotated[int, typer.Option(help="Processes.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the split, and of the choice by weight.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace rows prepared with other settings.")] = False,
 ) -> None:
     """Turn conversations into training rows, every row accounted for."""
     from rich.console import Console
@@ -28,17 +37,21 @@ def prepare(
     from draftwood.train.turns import TurnPolicy
 
     account = run(
-        source,
+        source or "sharegpt",
         load_tokenizer(target),
         out,
         max_length=max_length,
+        min_length=min_length,
+        long_rows=long_rows,  # type: ignore[arg-type]
         num_validation=num_validation,
         seed=seed,
         policy=TurnPolicy(system=system),  # type: ignore[arg-type]
         limit=limit,
         num_proc=num_proc,
+        overwrite=overwrite,
     )
     Console().print(account)
+    Console(stderr=True).print(f"{out / 'report.html'} shows the same and some rows", highlight=False, soft_wrap=True)
 
 
 @app.command()

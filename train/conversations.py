@@ -6,7 +6,7 @@ Two shapes of row are understood, in a JSON array or in JSON Lines:
     {"id": ..., "messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
 `read_rows` yields every row of the file, whole or not; `parse_turns` takes the turns out of one. What is then done with
-odd turns is `train/turns.py`. Another file format needs one more generator of `SourceRow`.
+odd turns is `train/turns.py`. Other kinds of source are in `train/sources.py`.
 """
 
 import json
@@ -41,13 +41,14 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One entry of a data file. Exactly one of `value` and `error` is set.
+    """One entry of a source. Exactly one of `value` and `error` is set.
 
-    number: 1 for the file's first entry; in JSON Lines blank lines are no entries. line: where it starts, from 1.
+    number: 1 for the first entry; in JSON Lines blank lines are no entries. line: where it starts, from 1; None in a
+        table.
     """
 
     number: int
-    line: int
+    line: int | None
     value: Any = None
     error: RowError | None = None
 
@@ -86,20 +87,26 @@ def parse_turns(value: Any) -> list[tuple[str, str]]:
     """
     if not isinstance(value, dict):
         raise RowError("not_an_object", f"the row is {_kind(value)}")
-    turns = next((value[key] for key in TURN_KEYS if key in value), None)
-    if not isinstance(turns, list):
+    # A table has every column in every row: those of other rows are null.
+    found = [key for key in TURN_KEYS if value.get(key) is not None]
+    if not found:
         raise RowError("no_turns", f"expected a list under one of {', '.join(TURN_KEYS)}; the keys are {list(value)}")
+    turns = value[found[0]]
+    if not isinstance(turns, list):
+        raise RowError("no_turns", f"expected a list under {found[0]}, found {_kind(turns)}")
     return [_parse_turn(turn, position) for position, turn in enumerate(turns, start=1)]
 
 
 def _parse_turn(turn: Any, position: int) -> tuple[str, str]:
-    for role_key, text_key in (("from", "value"), ("role", "content")):
-        if isinstance(turn, dict) and role_key in turn and text_key in turn:
-            role, text = turn[role_key], turn[text_key]
-            break
-    else:
+    pairs = [
+        (turn[role_key], turn[text_key])
+        for role_key, text_key in (("from", "value"), ("role", "content"))
+        if isinstance(turn, dict) and role_key in turn and text_key in turn
+    ]
+    if not pairs:
         found = f"the keys {list(turn)}" if isinstance(turn, dict) else _kind(turn)
         raise RowError("bad_turn", f"turn {position} has {found}, expected from and value, or role and content")
+    role, text = next((pair for pair in pairs if pair[0] is not None), pairs[0])
     if not isinstance(role, str):
         raise RowError("bad_turn", f"the role of turn {position} is {_kind(role)}")
     if not isinstance(text, str):
@@ -123,7 +130,7 @@ def _read_lines(file: TextIO) -> Iterator[SourceRow]:
         number += 1
         try:
             value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             reason = "not_json" if line.endswith("\n") else "cut_off"
             yield SourceRow(number, line_number, error=RowError(reason, _describe(error, line_number)))
         else:
@@ -133,7 +140,7 @@ def _read_lines(file: TextIO) -> Iterator[SourceRow]:
 def _describe(error: Exception, line: int) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} in line {line + error.lineno - 1}, column {error.colno}"
-    return "nested too deeply"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
 
 
 def _whole(number: int, line: int, value: Any) -> SourceRow:
@@ -177,7 +184,7 @@ class _ArrayReader:
         while True:
             try:
                 value, end = _decoder.raw_decode(self.text, self.at)
-            except (json.JSONDecodeError, RecursionError) as caught:
+            except (ValueError, RecursionError) as caught:
                 row_end = _end_of_row(self.text, self.at)
                 # The decoder counts lines from the start of the text it was given.
                 detail = _describe(caught, self.line - self.text.count("\n", 0, self.at))
@@ -210,7 +217,7 @@ class _ArrayReader:
         for match in _ROW_START.finditer(self.text, self.at + 1, limit):
             try:
                 value, _ = _decoder.raw_decode(self.text, match.end())
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 continue
             if any(key in value for key in TURN_KEYS):
                 return match.end()

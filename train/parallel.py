@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext
 from multiprocessing.pool import Pool
 from typing import Protocol, TypeVar
@@ -48,6 +49,7 @@ def map_rows(build: RowBuilder, items: Iterable[Item], num_proc: int) -> Iterato
 
 def _started_without_ctrl_c(context: SpawnContext, num_proc: int, build: RowBuilder) -> Pool:
     """Workers inherit the blocked signal: a Ctrl-C is for the parent alone, which then ends them."""
+    resource_tracker.ensure_running()  # it unblocks the signal once it has started, which the first worker would do
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return context.Pool(num_proc, _start_worker, (build,))

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -60,7 +60,8 @@ class RowBuilder:
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
-        max_length: rows are clipped to this many tokens.
+        max_length: tokens of a row at most; longer ones are clipped to it or, by `long_rows`, dropped.
+        min_length: rows of fewer tokens are dropped.
         policy: `template_without_system` and `unstable_template` are used here.
         template_options: further variables for the template, such as `{"enable_thinking": False}`.
     Raises:
@@ -72,6 +73,8 @@ class RowBuilder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int,
+        min_length: int = 0,
+        long_rows: Literal["clip", "drop"] = "clip",
         policy: TurnPolicy | None = None,
         template_options: Mapping[str, Any] | None = None,
     ):
@@ -83,8 +86,16 @@ class RowBuilder:
             )
         if max_length < 3:
             raise ValueError(f"max_length is {max_length}: a supervised row needs at least 3 tokens")
+        if min_length > max_length:
+            raise ValueError(
+                f"min_length is {min_length}, above max_length, which is {max_length}: no row would be left"
+            )
+        if long_rows not in ("clip", "drop"):
+            raise ValueError(f"long_rows is {long_rows!r}, expected 'clip' or 'drop'")
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self.min_length = min_length
+        self.long_rows = long_rows
         self.policy = policy or TurnPolicy()
         self.template_options = dict(template_options or {})
         self.special_ids = np.array(
@@ -100,7 +111,7 @@ class RowBuilder:
             RowError: `template_error` (the template refuses the messages), `special_token_in_text` (a turn's text holds
                 a token that the template marks turns with), `not_prefix_stable` (a rendering is no prefix of the
                 whole), `boundary_in_token` (a reply starts or ends inside a token), `nothing_supervised`,
-                `clipped_to_nothing` (no supervised row is left within max_length).
+                `clipped_to_nothing` (no supervised row is left within max_length), `too_long`, `too_short`.
         """
         messages, changes = self._settle_system(list(messages))
         for message in messages:
@@ -153,7 +164,11 @@ class RowBuilder:
             mask[first:last] = True
             if last >= self.max_length:
                 break
+        if len(ids) < self.min_length:
+            raise RowError("too_short", f"{len(ids)} tokens, min_length is {self.min_length}")
         if len(ids) > self.max_length:
+            if self.long_rows == "drop":
+                raise RowError("too_long", f"more than {self.max_length} tokens")
             changes["clipped"] += 1
         clipped = mask[: self.max_length]
         if not supervised_rows(torch.from_numpy(clipped)).any():

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Split:
 def rows_folder(config: RunConfig) -> Path:
     """Where the prepared rows of `config` are, or will be."""
     data, name = config.data, config.target.name
-    folder = f"{Path(data.source).stem}-{Path(name).name}-{_settings_name(config)}"
+    sources = "+".join(Path(source.path).stem for source in data.source)[:60]
+    folder = f"{sources}-{Path(name).name}-{_settings_name(config)}"
     return Path(data.folder or cache_root() / "rows" / folder)
 
 
@@ -66,6 +68,8 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = 
         folder,
         max_length=data.max_length,
         num_validation=data.num_validation,
+        min_length=data.min_length,
+        long_rows=data.long_rows,
         seed=config.seed,
         policy=TurnPolicy(system=data.system),
         limit=data.limit,
@@ -252,4 +256,11 @@ def _settings_name(config: RunConfig) -> str:
         parts.append(f"n{data.limit}")
     if data.system != "keep":
         parts.append(data.system)
+    if data.min_length:
+        parts.append(f"from{data.min_length}")
+    if data.long_rows != "clip":
+        parts.append(data.long_rows)
+    if len(data.source) > 1 or data.source[0].weight != 1 or data.source[0].split is not None:
+        weights = [(source.path, source.split, source.weight) for source in data.source]
+        parts.append(sha256(repr(weights).encode()).hexdigest()[:8])
     return "-".join(parts)

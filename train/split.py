@@ -23,7 +23,7 @@ def choose_validation(
     if not 0 <= num_validation < len(rows):
         raise ValueError(f"num_validation is {num_validation}, but {len(rows)} rows are left and training needs one")
     families = _families(rows, parts_by_id)
-    ordered = sorted(families, key=lambda family: _rank(seed, min(rows[i][1] for i in family)))
+    ordered = sorted(families, key=lambda family: rank(seed, min(rows[i][1] for i in family)))
     chosen: set[int] = set()
     for family in ordered:
         if len(chosen) + len(family) <= num_validation:
@@ -57,5 +57,6 @@ def _families(rows: list[tuple[str, str]], parts_by_id: bool) -> list[list[int]]
     return list(families.values())
 
 
-def _rank(seed: int, digest: str) -> str:
+def rank(seed: int, digest: str) -> str:
+    """By which conversations are put in an order that depends on nothing but themselves and the seed."""
     return hashlib.sha256(f"{seed} {digest}".encode()).hexdigest()
