@@ -32,6 +32,17 @@ __all__ = [
 ]
 
 
+# Logits held at a time where the rows are not given: 512 rows of a vocabulary of 49,152.
+CHUNK_ELEMENTS = 512 * 49152
+# Fewer rows make products too thin, however large the vocabulary.
+MIN_CHUNK_ROWS = 32
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows of logits held at a time, so that their memory does not grow with the vocabulary."""
+    return max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocab_size)
+
+
 class DistillOutput(NamedTuple):
     """What `distill_loss` returns, for J align steps and R rows.
 
@@ -46,8 +57,10 @@ class DistillOutput(NamedTuple):
     ranks: Tensor
 
 
-def teacher_statistics(features: Tensor, head: DistillHead, rows_per_chunk: int = 512) -> TeacherStatistics:
-    """Log-sum-exp and argmax of the target's logits for `features` [R, D], holding [rows_per_chunk, V] at a time."""
+def teacher_statistics(features: Tensor, head: DistillHead, rows_per_chunk: int | None = None) -> TeacherStatistics:
+    """Log-sum-exp and argmax of the target's logits for `features` [R, D], holding [rows_per_chunk, V] at a time
+    (None: `chunk_rows`)."""
+    rows_per_chunk = rows_per_chunk or chunk_rows(len(head.weight))
     with torch.autocast(features.device.type, enabled=False):
         chunks = [distill_loss_torch.statistics(f, head) for f in features.split(rows_per_chunk)]
     return TeacherStatistics(torch.cat([c.normaliser for c in chunks]), torch.cat([c.argmax for c in chunks]))
@@ -60,7 +73,7 @@ def distill_loss(
     weights: DistillWeights,
     num_rows: float,
     statistics: TeacherStatistics | None = None,
-    rows_per_chunk: int = 512,
+    rows_per_chunk: int | None = None,
 ) -> DistillOutput:
     """Sum over align steps and rows of the weighted terms, divided by `num_rows`.
 
@@ -71,7 +84,7 @@ def distill_loss(
         num_rows: number of supervised rows in the global batch.
         statistics: of `features`; None: computed here, at the cost of one product with the whole vocabulary.
         rows_per_chunk: rows of logits held at a time, those of the target and of every align step together; at least
-            one of each.
+            one of each. None: `chunk_rows` of the target's vocabulary.
 
     Raises:
         ValueError: an output whose shape is not that of `features`, or fewer step weights than align steps.
@@ -87,7 +100,7 @@ def distill_loss(
         parts, ranks = reference_parts(outputs, features, head, weights)
         loss = distill_loss_reference(outputs, features, head, weights, num_rows)
         return DistillOutput(loss, parts.detach(), ranks)
-    options = (features, head, weights, num_rows, statistics, rows_per_chunk)
+    options = (features, head, weights, num_rows, statistics, rows_per_chunk or chunk_rows(len(head.weight)))
     return DistillOutput(*_DistillLoss.apply(options, *outputs))
 
 

@@ -16,6 +16,7 @@ from draftwood.kernels.distill_loss import (
     DistillOutput,
     DistillWeights,
     TeacherStatistics,
+    chunk_rows,
     teacher_statistics,
 )
 from draftwood.kernels.distill_terms import acceptance_term
@@ -29,7 +30,7 @@ def own_head_loss(
     weights: DistillWeights,
     num_rows: float,
     statistics: TeacherStatistics | None = None,
-    rows_per_chunk: int = 1024,
+    rows_per_chunk: int | None = None,
 ) -> DistillOutput:
     """As `distill_loss`, differentiable in `outputs` and in `weight`.
 
@@ -47,6 +48,7 @@ def own_head_loss(
             f"the feature term has weight {weights.feature}, but a draft with a head of its own predicts no features; "
             "set align.feature_weight=0"
         )
+    rows_per_chunk = rows_per_chunk or chunk_rows(len(head.weight))
     if statistics is None:
         statistics = teacher_statistics(features, head, rows_per_chunk)
     total = weight.new_zeros((), dtype=torch.promote_types(head.weight.dtype, torch.float32))

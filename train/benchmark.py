@@ -20,8 +20,8 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftwood.configs.schema import LoopConfig, OptimizerConfig
-from draftwood.kernels.distill_loss import DistillHead, DistillWeights
+from draftwood.configs.schema import OptimizerConfig
+from draftwood.kernels.distill_loss import DistillHead, DistillWeights, chunk_rows
 from draftwood.models.draft import EagleDraft
 from draftwood.models.memory import peak_memory
 from draftwood.models.target import Target
@@ -107,7 +107,7 @@ def benchmark_distill(
             forward of the target and its statistics in each step, and collated.
         precision: what the draft is autocast to, and the dtype of target and head; None is float32.
         length: rows of the draft in each of the `batch_size` sequences, all supervised.
-        rows_per_chunk: as in `distill_loss`; None: the default of a run.
+        rows_per_chunk: as in `distill_loss`.
         repeats: timed rounds; in each, every combination runs once.
 
     Raises:
@@ -120,7 +120,7 @@ def benchmark_distill(
     for name, size in (("batch", batch_size), ("length", length), ("repeats", repeats)):
         if size < 1:
             raise ValueError(f"{name} is {size}; expected at least 1")
-    device, rows_per_chunk = torch.device(device), rows_per_chunk or LoopConfig().rows_per_chunk
+    device = torch.device(device)
     on_progress("building the target")
     target = random_target(shape, precision or torch.float32, device, length + _TOKENS_BEYOND)
     with TemporaryDirectory() as folder:
@@ -154,7 +154,7 @@ def benchmark_distill(
         "dtype": "float32" if precision is None else f"{str(precision).removeprefix('torch.')} autocast",
         "batch": batch_size,
         "length": length,
-        "rows_per_chunk": rows_per_chunk,
+        "rows_per_chunk": rows_per_chunk or chunk_rows(shape.vocab_size),
         "repeats": repeats,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
@@ -186,7 +186,7 @@ def random_target(shape: Shape, dtype: torch.dtype, device: torch.device, length
 class _Training:
     """A draft and its optimizer, shared by all combinations: what a step costs does not depend on the weights."""
 
-    def __init__(self, target: Target, precision: torch.dtype | None, rows_per_chunk: int, num_rows: int):
+    def __init__(self, target: Target, precision: torch.dtype | None, rows_per_chunk: int | None, num_rows: int):
         torch.manual_seed(0)
         draft = EagleDraft.from_target(target).train()
         head = DistillHead.build(target.head_weight, None, target.logit_scale, precision)

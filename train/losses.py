@@ -37,7 +37,7 @@ class Distillation(nn.Module):
         head: DistillHead,
         weights: DistillWeights,
         steps: int,
-        rows_per_chunk: int = 512,
+        rows_per_chunk: int | None = None,
         precision: torch.dtype | None = None,
     ):
         """`precision`: the dtype the draft's forward is autocast to, None for its own; the loss follows the head's."""

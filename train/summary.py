@@ -5,6 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwood.configs.schema import RunConfig
+from draftwood.kernels.distill_loss import chunk_rows
 from draftwood.models.target import Target
 from draftwood.train.mask_view import mask_view
 from draftwood.train.run import Run, set_up_dry
@@ -76,7 +77,7 @@ def training_bytes(run: Run) -> float:
     scores = 3 * 4 * config.loop.batch_size * shape.num_heads * longest * min(longest, 512)
     activations = run.measured.align.steps * (rows * per_row * run.module.draft.config.num_layers + scores)
     vocab = run.module.head.draft_weight.shape[0]
-    logits = min(config.loop.rows_per_chunk, 4 * rows) * vocab * width
+    logits = min(config.loop.rows_per_chunk or chunk_rows(run.module.head.weight.shape[0]), 4 * rows) * vocab * width
     return float(weights + activations + logits)
 
 

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from draftwood import cli
-from draftwood.kernels.distill_loss import DistillHead, DistillWeights, distill_loss, distill_loss_reference
+from draftwood.kernels.distill_loss import (
+    DistillHead,
+    DistillWeights,
+    distill_loss,
+    distill_loss_reference,
+    teacher_statistics,
+)
 from draftwood.models.memory import peak_memory
 from draftwood.train import benchmark
 from draftwood.train.benchmark import SHAPES, benchmark_distill
@@ -78,6 +84,23 @@ def test_memory_of_a_step_stays_below_its_logits_when_they_are_chunked():
     chunked = benchmark_distill(shape, align=(1, 3), sources=("none",), rows_per_chunk=4, **SETTINGS)
     logits_mib = SETTINGS["batch_size"] * SETTINGS["length"] * shape.vocab_size * 4 / 2**20
     assert by_key(chunked)["none", 3].peak_mib < logits_mib
+
+
+def test_memory_of_the_loss_does_not_grow_with_the_vocabulary(monkeypatch):
+    monkeypatch.setattr("draftwood.kernels.distill_loss.CHUNK_ELEMENTS", 2**21)
+    draw = torch.Generator().manual_seed(0)
+
+    def peak_of(vocab, rows_per_chunk=None):
+        head = DistillHead.build(torch.randn(vocab, 8, generator=draw))
+        features = torch.randn(128, 8, generator=draw)
+        outputs = [torch.randn(128, 8, generator=draw, requires_grad=True) for _ in range(2)]
+        with peak_memory(CPU) as peak:
+            statistics = teacher_statistics(features, head, rows_per_chunk)
+            distill_loss(outputs, features, head, DistillWeights(), 1, statistics, rows_per_chunk).loss.backward()
+        return peak[0]
+
+    assert peak_of(65536) == pytest.approx(peak_of(8192), rel=0.05)
+    assert peak_of(65536, rows_per_chunk=256) > 4 * peak_of(8192)
 
 
 def test_memory_of_the_loss_does_not_grow_with_the_rows_beyond_a_chunk():
