@@ -136,7 +136,8 @@ class LoopConfig(Section):
     batch_size: int = Field(2, ge=1)  # rows per process and micro-step
     gradient_accumulation: int = Field(1, ge=1)
     mixed_precision: Literal["none", "bf16"] = "bf16"
-    rows_per_chunk: int = Field(512, ge=1)  # rows of logits held at a time, target and align steps together
+    # rows of logits held at a time, target and align steps together; None: fewer the larger the vocabulary
+    rows_per_chunk: int | None = Field(None, ge=1)
     log_every: int = Field(10, ge=1)
     evaluate_every: int | None = Field(None, ge=1)  # optimizer steps; None: at the end of each epoch
     decode_every: int | None = Field(None, ge=1)  # optimizer steps; decodes the prompts of `evaluate`
