@@ -23,6 +23,7 @@ from draftwood.models.checkpoint import save_draft
 from draftwood.models.draft_base import Draft
 from draftwood.train.fingerprint import file_sha256
 
+FORMAT = 2  # of the training state; 1 had no number
 _WEIGHTS, _STATE, _SUMS = "draft.safetensors", "training.pt", "SHA256SUMS"
 _PREFIX, _PARTIAL, _DAMAGED = "step-", ".partial-", "damaged-"
 _PACKAGES = ("draftwood", "torch", "transformers", "accelerate", "datasets")
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint that is cut off, or not what was written."""
+
+
+class OldCheckpoint(ValueError):
+    """A checkpoint of a version whose training state this one can't go on from."""
 
 
 class Checkpoints:
@@ -60,7 +65,7 @@ class Checkpoints:
         for leftover in self.folder.glob(f"{_PARTIAL}*"):  # of a process that was killed
             shutil.rmtree(leftover)
         save_draft(draft, partial, provenance)
-        torch.save(state, partial / _STATE)
+        torch.save({"format": FORMAT, **state}, partial / _STATE)
         sums = [f"{file_sha256(partial / name)}  {name}\n" for name in (_WEIGHTS, _STATE)]
         (partial / _SUMS).write_text("".join(sums), encoding="utf-8")
         if path.exists():
@@ -95,7 +100,10 @@ def load_state(path: Path, draft: Draft) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: a file is missing or not what was written.
+        OldCheckpoint: it is whole, but of an older version.
     """
+    if not (path / _SUMS).exists() and (path / _WEIGHTS).exists():  # which the first version did not write
+        raise _old(path)
     try:
         lines = [line.split() for line in (path / _SUMS).read_text(encoding="utf-8").splitlines()]
         sums = {name: digest for digest, name in lines}
@@ -104,8 +112,18 @@ def load_state(path: Path, draft: Draft) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if wrong:
         raise DamagedCheckpoint(f"{path} is damaged ({', '.join(wrong)} is cut off or changed)")
+    state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    if state.get("format") != FORMAT:
+        raise _old(path)
     draft.load_state_dict(load_file(path / _WEIGHTS))
-    return torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    return state
+
+
+def _old(path: Path) -> OldCheckpoint:
+    return OldCheckpoint(
+        f"{path} is of another version of draftwood, whose training state this one can't read; finish the run with "
+        f"that version, or begin a new one from its weights: another name and draft.init_from={path}"
+    )
 
 
 def random_state() -> dict[str, Any]:

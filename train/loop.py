@@ -68,7 +68,7 @@ def distill(config: RunConfig, target: Target | None = None, console: Console | 
 
     Raises:
         Stopped: asked to stop; a checkpoint was saved, unless training had not begun.
-        ResumeError, FeatureError, ValueError: what does not fit and what to do about it.
+        ResumeError, OldCheckpoint, FeatureError, ValueError: what does not fit and what to do about it.
     """
     with StopRequest() as stop:
         try:

@@ -1,9 +1,11 @@
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 import tiny_run
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from draftwood.kernels.distill_loss import DistillHead
@@ -18,6 +20,7 @@ from draftwood.train.loop import ResumeError, Stopped, distill
 from draftwood.train.losses import Distillation
 from draftwood.train.prepare import load_rows
 from draftwood.train.rows import supervised_rows
+from draftwood.train.run import set_up
 from draftwood.train.setup import build_draft, loss_weights
 
 
@@ -84,8 +87,17 @@ def test_a_run_learns_and_leaves_a_draft_that_loads(make_config, target):
     assert all(len(record["align"]) == 3 for record in validations)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("killed_at", [3, 6, 7])
+@pytest.mark.parametrize(
+    ("killed_at", "optimizer"),
+    [
+        (3, "adamw"),
+        (6, "muon"),  # where an epoch ends
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(3, "muon"), (6, "adamw"), (7, "adamw"), (7, "muon")]
+        ),
+    ],
+)
 def test_killed_and_resumed_is_bit_for_bit_an_uninterrupted_run(make_config, target, monkeypatch, killed_at, optimizer):
     """Killed before, at and after the end of an epoch, with a checkpoint every 2 steps."""
     options = ["loop.save_every=2", f"optimizer.name={optimizer}", "loop.log_every=4"]
@@ -275,3 +287,17 @@ def test_a_tracker_that_is_not_installed_is_named_before_any_work(make_config, t
 def test_the_command_line_takes_overrides_and_prints_the_drafts_folder(workshop, tmp_path, capsys):
     main([*tiny_run.overrides_for(workshop), f"output={tmp_path}", "loop.max_steps=1", "name=by-hand"])
     assert capsys.readouterr().out.strip() == str(tmp_path / "by-hand" / "best")
+
+
+def test_rows_without_a_supervised_token_give_zero_loss_and_a_zero_gradient_for_every_weight(make_config, target):
+    """As a process may have them while others train: the reduction waits for a gradient of each weight."""
+    run = set_up(make_config(), target, Console(stderr=True))
+    batch = loop._load(run, run.train, [0, 1])
+    out = run.model(replace(batch, supervised=torch.zeros_like(batch.supervised)), 7)
+    out.loss.backward()
+    assert out.loss == 0
+    for name, parameter in run.module.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+    meter = run.meter()
+    meter.add(out, replace(batch, supervised=torch.zeros_like(batch.supervised)))
+    assert not meter.sums.any()

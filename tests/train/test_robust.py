@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from draftwood.configs.load import load_config
 from draftwood.models.target import load_target
 from draftwood.train import run as run_module
+from draftwood.train.checkpoints import OldCheckpoint
 from draftwood.train.launch import main
 from draftwood.train.loop import ResumeError, Stopped, distill
 from draftwood.train.mask_view import mask_view
@@ -96,6 +98,22 @@ def test_no_whole_checkpoint_is_an_error_that_says_what_to_do(make_config, targe
     cut_off(run_folder(config) / "checkpoints" / "step-00000006" / "training.pt")
     with pytest.raises(ResumeError, match="step-00000006 damaged.*delete .* to start anew, or take draft.init_from"):
         distill(config, target)
+
+
+def test_a_checkpoint_of_an_older_version_is_called_old_and_stays(make_config, target):
+    config = make_config("loop.max_steps=1")
+    distill(config, target)
+    (checkpoint,) = (run_folder(config) / "checkpoints").iterdir()
+    state = torch.load(checkpoint / "training.pt", weights_only=True)
+    torch.save({key: value for key, value in state.items() if key != "format"}, checkpoint / "training.pt")
+    names = ("draft.safetensors", "training.pt")
+    sums = [f"{sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (checkpoint / "SHA256SUMS").write_text("".join(sums))
+    for _ in range(2):  # without a number, then without sums too
+        with pytest.raises(OldCheckpoint, match="step-00000001 is of another version .* draft.init_from="):
+            distill(config, target)
+        (checkpoint / "SHA256SUMS").unlink(missing_ok=True)
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step-00000001"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
