@@ -150,7 +150,7 @@ def _report(
 
 @torch.no_grad()
 def transformers_generate(target: "Target", input_ids: Tensor, max_new_tokens: int, sampling: Sampling) -> list[int]:
-    """New tokens of one row [1, T] by transformers' own generate, with nothing but `sampling` applied to the logits."""
+    """New tokens of one row [1, T] by transformers' own generate, with the target's own processors and `sampling`."""
     ends = own_eos(target)
     warping = dict(temperature=sampling.temperature, top_k=sampling.top_k or 0, top_p=sampling.top_p or 1.0)
     if sampling.is_greedy:
@@ -159,7 +159,6 @@ def transformers_generate(target: "Target", input_ids: Tensor, max_new_tokens: i
         max_new_tokens=max_new_tokens,
         do_sample=not sampling.is_greedy,
         num_beams=1,
-        repetition_penalty=1.0,
         eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else 0,
         **warping,

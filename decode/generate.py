@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
+from draftwood.decode.processors import PathProcessors, processors_of, with_custom
 from draftwood.decode.propose import Proposer, TreeSpec, make_proposer
-from draftwood.decode.propose.base import LogitsReader
+from draftwood.decode.propose.base import Drafter, LogitsReader
 from draftwood.decode.sampled import verify_drawn
 from draftwood.decode.stats import ForwardStats, RowStats
+from draftwood.decode.stopping import Stopping
+from draftwood.decode.transformers_call import read_config
 from draftwood.decode.verify import Acceptance, Sampling, verify_greedy, verify_sampled
+from draftwood.models.tree import Tree, root_tree
 
 if TYPE_CHECKING:
-    from draftwood.models.draft import EagleDraft
     from draftwood.models.target import Target
 
 logger = logging.getLogger(__name__)
@@ -32,12 +37,15 @@ class GenerateOutput:
         rows: acceptance of each row.
         timings: seconds on the host: `prefill_s` (the draft's included), `propose_s`, `verify_s`, `commit_s`
             (the draft's update included).
+        sequences: [B, T + n] int64, prompts and new tokens as transformers' `generate` returns them, ended rows padded;
+            None as long as it is not complete.
     """
 
     tokens: list[list[int]]
     steps: int = 0
     rows: list[RowStats] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
+    sequences: Tensor | None = None
 
 
 class Block(NamedTuple):
@@ -49,22 +57,60 @@ class Block(NamedTuple):
 
 def generate(
     target: "Target",
-    draft: "EagleDraft | Proposer | None",
+    draft: Drafter | Proposer | None,
     input_ids: Tensor,
     *,
+    generation_config: GenerationConfig | None = None,
+    streamer: BaseStreamer | None = None,
     on_tokens: Callable[[list[list[int]]], None] | None = None,
     **settings,
 ) -> GenerateOutput:
-    """Continues `input_ids`; settings and errors as `stream`. `on_tokens` is called with each block's new tokens."""
-    for block in stream(target, draft, input_ids, **settings):
+    """Continues `input_ids`; other settings and errors as `stream`.
+
+    Args:
+        generation_config: read as transformers' `generate` does, sampling, lengths, ends and processors; what it leaves
+            out is the target's own. None: the settings say it all, but for the target's own processors and EOS.
+        streamer: gets the prompt, then each block's new tokens; for one row.
+        on_tokens: called with each block's new tokens.
+
+    Raises:
+        ValueError: a field that is not supported, or that is given as a setting as well.
+    """
+    _check_prompt(input_ids, settings.get("attention_mask"))
+    if streamer is not None and len(input_ids) > 1:
+        raise ValueError(
+            f"streamer: input_ids has {len(input_ids)} rows; a streamer takes one, on_tokens takes several"
+        )
+    if generation_config is not None:
+        read = read_config(target, generation_config, input_ids.shape[1])
+        twice = sorted(settings.keys() & read.keys())
+        if twice:
+            raise ValueError(
+                f"{', '.join(twice)}: given beside a generation_config, which has it too; set it there only"
+            )
+        settings |= read
+    blocks = stream(target, draft, input_ids, **settings)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    for block in blocks:
         if on_tokens is not None:
             on_tokens(block.tokens)
+        if streamer is not None and block.tokens[0]:
+            streamer.put(torch.tensor(block.tokens[0]))
+    if streamer is not None:
+        streamer.end()
+    ends = own_eos(target)
+    pad = (generation_config or target.model.generation_config).pad_token_id
+    pad = pad if pad is not None else ends[0] if ends else 0
+    width = max(map(len, block.output.tokens))
+    new = [[*tokens, *[pad] * (width - len(tokens))] for tokens in block.output.tokens]
+    block.output.sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return block.output
 
 
 def stream(
     target: "Target",
-    draft: "EagleDraft | Proposer | None",
+    draft: Drafter | Proposer | None,
     input_ids: Tensor,
     *,
     attention_mask: Tensor | None = None,
@@ -75,6 +121,9 @@ def stream(
     tree: TreeSpec = None,
     seed: int | None = None,
     eos_token_ids: int | Sequence[int] | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
+    generation_config: GenerationConfig | None = None,
 ) -> Iterator[Block]:
     """Continues `input_ids`, a block at a time; what it emits has the distribution of the target alone.
 
@@ -91,19 +140,30 @@ def stream(
             at a temperature above 0, "sampled-3x4", `SampledTree(...)`.
         seed: of the sampling; None: torch's global generator.
         eos_token_ids: tokens that end a row; None: the target's own; []: none.
+        stop_strings: texts that end a row, with the token that completes one.
+        logits_processor: called per node with its own text, behind those of the generation config; see `processors`.
+        generation_config: its processors (repetition_penalty, bad_words_ids, ...) act, nothing else of it; None: the
+            target's own.
 
     Raises:
         ValueError: the argument at fault and what was expected.
     """
-    _check_prompt(input_ids, attention_mask, max_new_tokens)
+    _check_prompt(input_ids, attention_mask)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
     if eos_token_ids is None:
         eos_token_ids = own_eos(target)
     ends = {eos_token_ids} if isinstance(eos_token_ids, int) else set(eos_token_ids)
     generator = None if seed is None else torch.Generator(target.device).manual_seed(seed)
     sampling = Sampling(temperature, top_k, top_p)
     proposer = make_proposer(draft, tree, temperature, generator)
-    decoding = _Decoding(target, proposer, max_new_tokens, sampling, generator, ends)
-    return _blocks(decoding, input_ids.to(target.device), attention_mask)
+    input_ids = input_ids.to(target.device, torch.int64)
+    prompts = _prompts(input_ids, attention_mask)
+    texts = [prompt.tolist() for prompt in prompts] if stop_strings else []
+    stopping = Stopping(max_new_tokens, ends, stop_strings, target.tokenizer, texts)
+    make = with_custom(processors_of(target, generation_config, sorted(ends), max_new_tokens), logits_processor)
+    decoding = _Decoding(target, proposer, sampling, generator, stopping, PathProcessors(make, prompts))
+    return _blocks(decoding, input_ids, attention_mask)
 
 
 def own_eos(target: "Target") -> list[int]:
@@ -112,11 +172,12 @@ def own_eos(target: "Target") -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> None:
+def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        kind = f"of {input_ids.dtype}" if isinstance(input_ids, Tensor) else f"a {type(input_ids).__name__}"
+        raise ValueError(f"input_ids is {kind}; expected a tensor of token ids, int64, [rows, tokens]")
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; expected [rows, tokens], at least one of each")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
     if attention_mask is None:
         return
     if attention_mask.shape != input_ids.shape:
@@ -141,17 +202,18 @@ class _Decoding:
         self,
         target: "Target",
         proposer: Proposer | None,
-        max_new_tokens: int,
         sampling: Sampling,
         generator: torch.Generator | None,
-        ends: set[int],
+        stopping: Stopping,
+        processors: PathProcessors,
     ):
         self.target = target
         self.proposer = proposer
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens = stopping.max_new_tokens
         self.sampling = sampling
         self.generator = generator
-        self.ends = ends
+        self.stopping = stopping
+        self.processors = None if processors.is_empty else processors
         self.output = GenerateOutput(tokens=[])
 
     @torch.no_grad()
@@ -164,7 +226,8 @@ class _Decoding:
         self.output.timings = dict.fromkeys(["prefill_s", "propose_s", "verify_s", "commit_s"], 0.0)
         self.active = list(range(batch))
         self.state = self.target.prefill(input_ids, attention_mask)
-        self.roots = self.sampling.draw(self.state.last_logits, self.generator)
+        logits = self._processed(self.state.last_logits[:, None], input_ids[:, :1], root_tree())
+        self.roots = self.sampling.draw(logits[:, 0], self.generator)
         new = self._emit([[token] for token in self.roots.tolist()])
         if self._room() > 0 and self.proposer is not None:
             compact = _compact(input_ids, attention_mask, self.state.lengths)
@@ -185,17 +248,19 @@ class _Decoding:
         if proposal is None or proposal.tree.num_nodes == 1:
             tokens, depth, is_committed = self.roots[:, None], 0, True
             out = self.target.step(self.state, self.roots)
-            drawn = self.sampling.draw(out.logits[:, 0], self.generator).tolist()
+            logits = self._processed(out.logits, tokens, root_tree())
+            drawn = self.sampling.draw(logits[:, 0], self.generator).tolist()
             kept = Acceptance([[0] for _ in drawn], [[token] for token in drawn], [False for _ in drawn])
         else:
             tokens, depth, is_committed = proposal.tokens, proposal.tree.max_depth, False
             out = self.target.verify(self.state, tokens, proposal.tree)
+            logits = self._processed(out.logits, tokens, proposal.tree)
             if self.sampling.is_greedy:
-                kept = verify_greedy(out.logits, tokens, proposal.tree)
+                kept = verify_greedy(logits, tokens, proposal.tree)
             elif proposal.draws is not None:
-                kept = verify_drawn(out.logits, tokens, proposal.tree, proposal.draws, self.sampling, self.generator)
+                kept = verify_drawn(logits, tokens, proposal.tree, proposal.draws, self.sampling, self.generator)
             else:
-                kept = verify_sampled(out.logits, tokens, proposal.tree, self.sampling, self.generator)
+                kept = verify_sampled(logits, tokens, proposal.tree, self.sampling, self.generator)
         marks.append(perf_counter())
         self.output.steps += 1
         forwarded = self.active
@@ -224,19 +289,22 @@ class _Decoding:
         if self._room() > 0 and self.proposer is not None:
             self.proposer.advance(tokens, features, paths, self.roots)
 
+    def _processed(self, logits: Tensor, tokens: Tensor, tree: Tree) -> Tensor:
+        """`logits` [B, n, V] as the processors leave them; as they are where there are none."""
+        if self.processors is None:
+            return logits
+        return self.processors(logits, self.output.tokens, self.active, tokens, tree)
+
     def _emit(self, blocks: list[list[int]]) -> list[list[int]]:
-        """Appends each active row's block, cut after EOS and at `max_new_tokens`; ended rows leave `active`."""
+        """Appends each active row's block, cut where the row ends; ended rows leave `active`."""
         new: list[list[int]] = [[] for _ in blocks]
+        ended = set()
         for b in self.active:
-            block = blocks[b][: self.max_new_tokens - len(self.output.tokens[b])]
-            end = next((i for i, token in enumerate(block) if token in self.ends), None)
-            new[b] = block if end is None else block[: end + 1]
+            new[b], is_end = self.stopping.cut(b, self.output.tokens[b], blocks[b])
             self.output.tokens[b] += new[b]
-        self.active = [
-            b
-            for b in self.active
-            if len(self.output.tokens[b]) < self.max_new_tokens and self.output.tokens[b][-1] not in self.ends
-        ]
+            if is_end:
+                ended.add(b)
+        self.active = [b for b in self.active if b not in ended]
         return new
 
     def _room(self) -> int:
@@ -251,11 +319,18 @@ class _Decoding:
         return max(bound - context, 0)
 
 
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Every row's real tokens."""
+    if attention_mask is None:
+        return list(input_ids)
+    return [ids[mask] for ids, mask in zip(input_ids, attention_mask.to(input_ids.device).bool(), strict=True)]
+
+
 def _compact(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> Tensor:
     """Every row's real tokens from the left, as the features of the state are."""
     if attention_mask is None:
         return input_ids
     ids = torch.zeros(len(lengths), max(lengths), dtype=input_ids.dtype, device=input_ids.device)
-    for row, mask, length, tokens in zip(ids, attention_mask.bool(), lengths, input_ids, strict=True):
-        row[:length] = tokens[mask.to(tokens.device)]
+    for row, prompt in zip(ids, _prompts(input_ids, attention_mask), strict=True):
+        row[: len(prompt)] = prompt
     return ids

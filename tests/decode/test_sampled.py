@@ -140,10 +140,11 @@ def draft(request, targets, tiny):
     return dw.EagleDraft.from_target(target, draft_vocab=vocab).eval()
 
 
-def test_generation_has_the_distribution_of_the_target(draft, targets, tiny):
+@pytest.mark.parametrize("tree", ["sampled-3x2", "sampled-1x2"])
+def test_generation_has_the_distribution_of_the_target(tree, draft, targets, tiny):
     """Tokens 2 and 3 over many rows of one prompt, against transformers' exact probabilities."""
     target, prompt, rows = targets("bamba"), tiny.prompt_ids((1, 4), 3), 3000
-    settings = dict(temperature=1.0, top_k=3, eos_token_ids=[], max_new_tokens=4, tree="sampled-3x2", seed=0)
+    settings = dict(temperature=1.0, top_k=3, eos_token_ids=[], max_new_tokens=4, tree=tree, seed=0)
     out = dw.generate(target, draft, prompt.expand(rows, -1), **settings)
     texts, counts = torch.tensor(out.tokens)[:, :3].unique(dim=0, return_counts=True)
     with torch.no_grad():
