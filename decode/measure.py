@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,19 +21,24 @@ WARMUP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one way did on one prompt: new tokens, median seconds, and acceptance where it counted any."""
+    """What one way did on one prompt: new tokens, median seconds, and acceptance where it counted any.
+
+    `timings` are those of the last repeat, as `GenerateOutput` has them.
+    """
 
     tokens: list[int]
     seconds: float
     stats: RowStats
+    timings: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "seconds": self.seconds, "forwards": [list(f) for f in self.stats.forwards]}
+        forwards = [list(f) for f in self.stats.forwards]
+        return {"tokens": self.tokens, "seconds": self.seconds, "forwards": forwards, "timings": self.timings}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Outcome":
         stats = RowStats([ForwardStats(*f) for f in values["forwards"]])
-        return cls(values["tokens"], values["seconds"], stats)
+        return cls(values["tokens"], values["seconds"], stats, values.get("timings", {}))
 
 
 class Journal:
@@ -110,6 +115,8 @@ def _outcomes(ways: Mapping[str, Way], ids: Tensor, number: int, seed: int, repe
             times[way].append(perf_counter() - started)
     outcomes = {}
     for way, out in outputs.items():
-        tokens, stats = (out, RowStats()) if isinstance(out, list) else (out.tokens[0], out.rows[0])
-        outcomes[way] = Outcome(tokens, median(times[way]), stats)
+        if isinstance(out, list):
+            outcomes[way] = Outcome(out, median(times[way]), RowStats())
+        else:
+            outcomes[way] = Outcome(out.tokens[0], median(times[way]), out.rows[0], out.timings)
     return outcomes

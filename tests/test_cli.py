@@ -138,5 +138,28 @@ def test_benchmark_verify_writes_its_rows(run, tmp_path):
     kept = {row["method"]: row["kept_bytes"] for row in rows if row["nodes"] == 5}
     assert 0 < kept["tree"] < kept["state_per_node"] and kept["tree"] < kept["unrolled"]
     assert all(row["ms"] > 0 and row["ratio_to_autoregressive"] > 0 and row["peak_mib"] > 0 for row in rows)
-    code, _, err = run("benchmark", "verify", "--shape", "huge")
-    assert code == 2 and "smollm2" in err
+    for wrong, named in (("--shape huge", "smollm2"), ("--dtypes foo", "no dtype 'foo'"), ("--nodes 1,x", "whole")):
+        code, _, err = run("benchmark", "verify", *wrong.split())
+        assert code == 2 and named in err
+    assert run("benchmark", "verify", "--repeats", "0")[0] == 2
+
+
+def test_benchmark_decode_prints_a_table_for_each_set_and_temperature(folders, run, tmp_path):
+    target, draft = folders
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"turns": [name]}) + "\n")
+    sets = [argument for name in ("one", "two") for argument in ("--prompts", str(tmp_path / f"{name}.jsonl"))]
+    arguments = ["benchmark", "decode", "--target", target, "--draft", draft, *sets, "--max-new-tokens", "5"]
+    code, out, _ = run(*arguments, "--strategies", "chain-2,sampled-2x2,stree", "--json", str(tmp_path / "d.json"))
+    assert code == 0 and out.count("transformers generate") == 4 and "best tree" in out
+    found = json.loads((tmp_path / "d.json").read_text())
+    assert [(t["prompts"], t["temperature"]) for t in found["tables"]] == [
+        (n, t) for n in ("one", "two") for t in (0, 1)
+    ]
+    assert {row["num_identical"] for row in found["tables"][0]["rows"]} == {1}
+    assert found["settings"]["versions"].keys() >= {"torch", "transformers"}
+    for wrong, named in (("--dtypes foo", "no dtype 'foo'"), ("--strategies stre", "did you mean 'stree'"),
+                         ("--temperatures x", "numbers"), ("--strategies plan", "draftwood plan")):  # fmt: skip
+        code, _, err = run(*arguments, *wrong.split())
+        assert code == 2 and named in err
+    assert run(*arguments, "--repeats", "0")[0] == 2

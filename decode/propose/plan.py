@@ -1,6 +1,7 @@
 """A plan: the tree that `draftwood plan` found best for a draft on one machine, and what it costs and brings."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,18 +76,33 @@ def load_plan(path: str | Path, dtype: str) -> Plan:
         FileNotFoundError: no such file.
         ValueError: not a plan, or none for this dtype.
     """
+    path, version, plans = _read(path)
+    if dtype not in plans:
+        raise ValueError(
+            f"{path}: a plan of format {version} for {', '.join(plans) or 'no dtype'}; expected format "
+            f"{FORMAT} and {dtype}, as the target: run `draftwood plan` with --dtype {dtype}"
+        )
+    return Plan.from_dict(plans[dtype])
+
+
+def plans_of(folder: Path, dtypes: Sequence[str]) -> dict[str, Plan]:
+    """The plans of a draft's folder for those of `dtypes` that there are plans for.
+
+    Raises:
+        ValueError: the folder's file is not a plan.
+    """
+    plans = _read(folder)[2] if (folder / FILE).is_file() else {}
+    return {dtype: Plan.from_dict(plans[dtype]) for dtype in dtypes if dtype in plans}
+
+
+def _read(path: str | Path) -> tuple[Path, Any, dict[str, Any]]:
+    """The file, its format and, where that is known, the plans in it by dtype."""
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no plan; `draftwood plan TARGET DRAFT` makes one")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        plans = values["plans"] if values["format"] == FORMAT else {}
+        return path, values["format"], values["plans"] if values["format"] == FORMAT else {}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a plan ({error}); make it anew with `draftwood plan`") from None
-    if dtype not in plans:
-        raise ValueError(
-            f"{path}: a plan of format {values['format']} for {', '.join(plans) or 'no dtype'}; expected format "
-            f"{FORMAT} and {dtype}, as the target: run `draftwood plan` with --dtype {dtype}"
-        )
-    return Plan.from_dict(plans[dtype])

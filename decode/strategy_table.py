@@ -1,0 +1,169 @@
+"""What a run of all strategies found: a table for each set of prompts and temperature, and JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from draftwood.decode.measure import Outcome
+from draftwood.decode.prompts import PromptSet
+from draftwood.decode.propose import BeamTree, DynamicTree, SampledTree, Settings
+from draftwood.decode.report import TRANSFORMERS
+from draftwood.decode.stats import DEFINITIONS, summarize
+from draftwood.models.tree import Tree
+
+AUTOREGRESSIVE = "autoregressive"
+PARTS = ("propose_s", "verify_s", "commit_s")
+_MEANING = {
+    "acceptance_length": DEFINITIONS["acceptance_length"],
+    "interval": DEFINITIONS["interval"],
+    "tokens_per_s": "new tokens / seconds of the whole call, prefill included; medians of the repeats, taking turns",
+    "ratio": "tokens_per_s to that of the baseline: the fastest way without drafts, in any dtype of the run",
+    "shares": "of the host's time in decode steps, prefill left out",
+    "num_identical": "prompts whose greedy tokens are those of transformers' generate in the same dtype",
+    "gains": "the best tree over the best chain, both of the same draft in the same dtype; a ratio",
+}
+
+
+@dataclass(frozen=True)
+class StrategyRow:
+    """One strategy in one dtype. None: `shares` and acceptance of transformers, `num_identical` where sampled."""
+
+    strategy: str
+    dtype: str
+    acceptance_length: float | None
+    interval: tuple[float, float] | None
+    tokens_per_s: float
+    ratio: float
+    shares: dict[str, float] | None
+    num_identical: int | None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The best tree over the best chain, best by `figure`, a field of `StrategyRow`."""
+
+    figure: str
+    dtype: str
+    tree: str
+    chain: str
+    ratio: float
+
+
+@dataclass(frozen=True)
+class StrategyTable:
+    """All strategies on one set of prompts at one temperature."""
+
+    prompts: str
+    num_prompts: int
+    temperature: float
+    baseline: str
+    rows: list[StrategyRow]
+    gains: list[Gain]
+
+    def table(self) -> Table:
+        title = f"{self.prompts}, {self.num_prompts} prompts, temperature {self.temperature:g}"
+        is_greedy = self.rows[0].num_identical is not None
+        table = Table(title=title, caption="\n".join(self.notes()), box=box.SIMPLE)
+        table.add_column("strategy", no_wrap=True)
+        for name in ("dtype", "acceptance length", "tokens/s", "ratio", "% propose/ verify/ commit"):
+            table.add_column(name)
+        if is_greedy:
+            table.add_column("identical")
+        for row in self.rows:
+            low, high = row.interval or (0.0, 0.0)
+            length = "" if row.interval is None else f"{row.acceptance_length:.2f} ({low:.2f} to {high:.2f})"
+            shares = "" if row.shares is None else "/".join(f"{100 * share:.0f}" for share in row.shares.values())
+            cells = [row.strategy, row.dtype, length, f"{row.tokens_per_s:.1f}", f"{row.ratio:.2f}x", shares]
+            table.add_row(*cells, *([f"{row.num_identical} of {self.num_prompts}"] if is_greedy else []))
+        return table
+
+    def notes(self) -> list[str]:
+        return [
+            f"ratios to {self.baseline}",
+            *(
+                f"best tree over best chain by {gain.figure}, {gain.dtype}: {gain.tree} over {gain.chain}, "
+                f"{100 * (gain.ratio - 1):+.1f} %"
+                for gain in self.gains
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class DecodeBenchmark:
+    settings: dict[str, Any]
+    tables: list[StrategyTable]
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tables = [asdict(table) for table in self.tables]
+        whole = {"settings": self.settings, "definitions": _MEANING, "tables": tables}
+        path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def make_table(
+    prompts: PromptSet,
+    temperature: float,
+    outcomes: Mapping[tuple[str, str], Sequence[Outcome]],
+    trees: Mapping[str, Settings],
+    seed: int,
+) -> StrategyTable:
+    """The table of what was measured.
+
+    Args:
+        outcomes: those of all prompts, by strategy and dtype, with transformers and our loop without drafts.
+        trees: what the strategies that fill a draft's tree fill, by name.
+        seed: of the bootstrap.
+    """
+    speeds = {way: sum(len(o.tokens) for o in got) / sum(o.seconds for o in got) for way, got in outcomes.items()}
+    best = max((way for way in speeds if way[0] in (TRANSFORMERS, AUTOREGRESSIVE)), key=speeds.__getitem__)
+    rows = []
+    for (strategy, dtype), got in outcomes.items():
+        own = outcomes[TRANSFORMERS, dtype]
+        summary = summarize([o.stats for o in got], seed=seed) if any(o.stats.forwards for o in got) else None
+        rows.append(
+            StrategyRow(
+                strategy,
+                dtype,
+                None if summary is None else summary.acceptance_length,
+                None if summary is None else summary.acceptance_length_interval,
+                speeds[strategy, dtype],
+                speeds[strategy, dtype] / speeds[best],
+                _shares(got),
+                sum(a.tokens == b.tokens for a, b in zip(got, own, strict=True)) if temperature == 0 else None,
+            )
+        )
+    baseline = f"{best[0]} in {best[1]}"
+    return StrategyTable(prompts.name, len(prompts.prompts), temperature, baseline, rows, _gains(rows, trees))
+
+
+def _shares(outcomes: Sequence[Outcome]) -> dict[str, float] | None:
+    spent = {part.removesuffix("_s"): sum(o.timings.get(part, 0.0) for o in outcomes) for part in PARTS}
+    total = sum(spent.values())
+    return {part: seconds / total for part, seconds in spent.items()} if total else None
+
+
+def _gains(rows: list[StrategyRow], trees: Mapping[str, Settings]) -> list[Gain]:
+    gains = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        filled = [row for row in rows if row.dtype == dtype and row.strategy in trees]
+        chains = [row for row in filled if is_chain(trees[row.strategy])]
+        bushy = [row for row in filled if not is_chain(trees[row.strategy])]
+        for figure in ("acceptance_length", "tokens_per_s") if chains and bushy else ():
+            tree, chain = (max(kind, key=attrgetter(figure)) for kind in (bushy, chains))
+            ratio = getattr(tree, figure) / getattr(chain, figure)
+            gains.append(Gain(figure, dtype, tree.strategy, chain.strategy, ratio))
+    return gains
+
+
+def is_chain(tree: Settings) -> bool:
+    """Whether no node can have two children."""
+    if isinstance(tree, Tree):
+        return all(len(below) < 2 for below in tree.children())
+    widths = {BeamTree: "beams", SampledTree: "width", DynamicTree: "top_k"}
+    return type(tree) in widths and getattr(tree, widths[type(tree)]) == 1
