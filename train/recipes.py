@@ -18,6 +18,7 @@ from rich.table import Table
 
 from draftwood.configs.schema import AlignConfig, RunConfig
 from draftwood.decode.evaluate import describe_machine, evaluate
+from draftwood.decode.propose import resolve_tree
 from draftwood.models.checkpoint import load_draft
 from draftwood.models.target import Target
 from draftwood.train import setup
@@ -131,8 +132,10 @@ def compare_recipes(
 
     Raises:
         Stopped: asked to stop; the same call goes on.
-        ValueError: a recipe that is not one of `RECIPES`, or several processes.
+        ValueError: a recipe that is not one of `RECIPES`, an unknown tree, or several processes.
     """
+    for tree in trees:
+        resolve_tree(tree)
     if unknown := [name for name in recipes if name not in RECIPES]:
         raise ValueError(f"no recipe {', '.join(unknown)}; known: {', '.join(RECIPES)}")
     console = console or Console(stderr=True)
