@@ -1,18 +1,18 @@
 """Drafts whose layers attend: decoding from a key/value cache, and harmonized attention in training."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from draftwood.models.draft_base import Draft
+from draftwood.models.draft_base import AlignStep, Draft
 from draftwood.models.draft_state import DraftState
 from draftwood.models.harmony import harmonized_attention
 
 Rotary = tuple[Tensor, Tensor]
+KeysValues = list[tuple[Tensor, Tensor]]  # of each layer
 
 
 class AttentionLayer(Protocol):
@@ -67,28 +67,37 @@ class AttentionDraft(Draft[DraftState]):
             x = layer.finish(x, state.attend(index, q, k, v, mask))
         return self.output(x)
 
-    def align_step(self, length: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-        positions = torch.arange(length, device=device)[None]
-        layers = self.decoder_layers
-        keys: list[list[Tensor]] = [[] for _ in layers]
-        values: list[list[Tensor]] = [[] for _ in layers]
+    def align_step(self, length: int, device: torch.device) -> AlignStep:
+        rotary = [layer.rotary(torch.arange(length, device=device)[None]) for layer in self.decoder_layers]
+        made: list[KeysValues] = []
 
-        def step(x: Tensor) -> Tensor:
-            for index, layer in enumerate(layers):
-                q, k, v = layer.queries_keys_values(x, layer.rotary(positions))
-                keys[index].append(k)
-                values[index].append(v)
-                arguments = (layer, x, q, tuple(keys[index]), tuple(values[index]))
-                if len(keys[index]) == 1 or not torch.is_grad_enabled():
-                    x = _attend_and_finish(*arguments)
-                else:  # computed again in the backward pass, so that memory hardly grows with the align steps
-                    x = checkpoint(_attend_and_finish, *arguments, use_reentrant=False, preserve_rng_state=False)
-            return self.output(x)
+        def step(first: Tensor, before: Tensor | None, embeddings: Tensor) -> Tensor:
+            read = (first, before, embeddings)
+            if made and torch.is_grad_enabled():
+                # A later step is computed again in the backward pass, so that memory hardly grows with the align steps.
+                out, own = checkpoint(
+                    self._align, *read, rotary, tuple(made), use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                out, own = self._align(*read, rotary, tuple(made))
+            made.append(own)
+            return out
 
         return step
 
-
-def _attend_and_finish(
-    layer: AttentionLayer, x: Tensor, query: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]
-) -> Tensor:
-    return layer.finish(x, harmonized_attention(query, keys, values))
+    def _align(
+        self,
+        first: Tensor,
+        before: Tensor | None,
+        embeddings: Tensor,
+        rotary: list[Rotary],
+        made: tuple[KeysValues, ...],
+    ) -> tuple[Tensor, KeysValues]:
+        """Outputs of an align step, and its keys and values in every layer; `made`: those of the steps before it."""
+        x, own = self.fuse(self.stream(first, before), embeddings), []
+        for index, layer in enumerate(self.decoder_layers):
+            query, key, value = layer.queries_keys_values(x, rotary[index])
+            own.append((key, value))
+            keys, values = zip(*(step[index] for step in made), (key, value), strict=True)
+            x = layer.finish(x, harmonized_attention(query, keys, values))
+        return self.output(x), own

@@ -50,6 +50,10 @@ class DraftConfig:
             raise ValueError(f"the draft's config {values} is not one this version can honour: {error}") from None
 
 
+# (stream 0, outputs of the step before, embeddings) -> outputs
+AlignStep = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+
+
 class Draft(nn.Module, Generic[State]):
     """A draft over a target's features; embeddings are the target's, and so is the head unless it says otherwise.
 
@@ -143,19 +147,25 @@ class Draft(nn.Module, Generic[State]):
         Row t of step j is what `forward` gives after reading target features up to t - (j - 1) and then its own
         features for j - 1 steps. Padding on the right changes no row before it.
         """
-        embeddings = self.target.embed(next_ids)
-        first = stream = self.read(features)
-        step, outputs = self.align_step(features.shape[1], features.device), []
+        first, embeddings = self.read(features), self.target.embed(next_ids)
+        step = self.align_step(features.shape[1], features.device)
+        outputs: list[Tensor] = []
         for _ in range(steps):
-            outputs.append(step(self.fuse(stream, embeddings)))
-            # the feature of token t is what row t - 1 predicted
-            own = outputs[-1][:, :-1].to(first.dtype)
-            stream = torch.cat([first[:, :1], own.detach() if self.detaches else own], 1)
+            outputs.append(step(first, outputs[-1] if outputs else None, embeddings))
         return outputs
 
     @abstractmethod
-    def align_step(self, length: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """A function that is called once per align step, in order, with fused rows [B, T, H] and gives its outputs."""
+    def align_step(self, length: int, device: torch.device) -> AlignStep:
+        """A function that is called once per align step, in order, with stream 0, the outputs of the step before (None
+        at the first) and the embeddings, and gives its outputs; all [B, T, H]."""
+
+    def stream(self, first: Tensor, outputs: Tensor | None) -> Tensor:
+        """What a step reads, [B, T, H]: stream 0, or the `outputs` of the step before, one row later."""
+        if outputs is None:
+            return first
+        # the feature of token t is what row t - 1 predicted
+        own = outputs[:, :-1].to(first.dtype)
+        return torch.cat([first[:, :1], own.detach() if self.detaches else own], 1)
 
     def read(self, features: Tensor) -> Tensor:
         """Stream 0 [.., H] of what the target gives, [.., F]: the feature itself, which stands last."""

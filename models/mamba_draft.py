@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from draftwood.kernels.tables import TreeTables
 from draftwood.models.draft import layer_shape
+from draftwood.models.draft_base import AlignStep
 from draftwood.models.draft_fusion import FusionConfig, FusionDraft, Norms
 from draftwood.models.mamba_layer import MambaLayer, MambaShape, MixerState
 
@@ -105,8 +106,9 @@ class MambaDraft(FusionDraft[MambaState]):
         for mixer in state.mixers:
             mixer.inputs = mixer.steps = None
 
-    def align_step(self, length: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-        return partial(self._run, [layer.mamba.align_step() for layer in self.mamba_layers])
+    def align_step(self, length: int, device: torch.device) -> AlignStep:
+        mixers = [layer.mamba.align_step() for layer in self.mamba_layers]
+        return lambda first, before, embeddings: self._run(mixers, self.fuse(self.stream(first, before), embeddings))
 
     def _pairs(self, state: MambaState) -> list[tuple[MambaLayer, MixerState]]:
         return list(zip(self.mamba_layers, state.mixers, strict=True))

@@ -1,6 +1,5 @@
 """Medusa heads: each predicts one more token ahead from the same feature of the target (arXiv 2401.10774)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftwood.models.draft import max_length
-from draftwood.models.draft_base import Draft, DraftConfig
+from draftwood.models.draft_base import AlignStep, Draft, DraftConfig
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -124,7 +123,7 @@ class MedusaDraft(Draft[MedusaState]):
             for j, head in enumerate(self.heads[:steps])
         ]
 
-    def align_step(self, length: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    def align_step(self, length: int, device: torch.device) -> AlignStep:
         raise NotImplementedError("heads do not read each other's outputs: `align` runs them side by side")
 
     def fuse(self, stream: Tensor, embeddings: Tensor) -> Tensor:
