@@ -69,15 +69,15 @@ class StrategyTable:
     def table(self) -> Table:
         title = f"{self.prompts}, {self.num_prompts} prompts, temperature {self.temperature:g}"
         is_greedy = self.rows[0].num_identical is not None
-        table = Table(title=title, caption="\n".join(self.notes()), box=box.SIMPLE)
-        table.add_column("strategy", no_wrap=True)
-        for name in ("dtype", "acceptance length", "tokens/s", "ratio", "% propose/ verify/ commit"):
-            table.add_column(name)
-        if is_greedy:
-            table.add_column("identical")
+        table = Table(
+            title=title, caption="\n".join(self.notes()), box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
+        )
+        names = ["strategy", "dtype", "acceptance", "tokens/s", "ratio", "host %"]
+        for name in names + (["identical"] if is_greedy else []):
+            table.add_column(name, no_wrap=True)
         for row in self.rows:
             low, high = row.interval or (0.0, 0.0)
-            length = "" if row.interval is None else f"{row.acceptance_length:.2f} ({low:.2f} to {high:.2f})"
+            length = "" if row.interval is None else f"{row.acceptance_length:.2f} ({low:.2f}-{high:.2f})"
             shares = "" if row.shares is None else "/".join(f"{100 * share:.0f}" for share in row.shares.values())
             cells = [row.strategy, row.dtype, length, f"{row.tokens_per_s:.1f}", f"{row.ratio:.2f}x", shares]
             table.add_row(*cells, *([f"{row.num_identical} of {self.num_prompts}"] if is_greedy else []))
@@ -85,7 +85,7 @@ class StrategyTable:
 
     def notes(self) -> list[str]:
         return [
-            f"ratios to {self.baseline}",
+            f"acceptance length with 95 % interval; ratios to {self.baseline}; host: propose/verify/commit",
             *(
                 f"best tree over best chain by {gain.figure}, {gain.dtype}: {gain.tree} over {gain.chain}, "
                 f"{100 * (gain.ratio - 1):+.1f} %"
