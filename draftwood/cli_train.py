@@ -5,6 +5,17 @@ from typing import Annotated
 
 import typer
 
+from draftwood.cli_options import (
+    DeviceOption,
+    DtypeOption,
+    NewTokensOption,
+    TemperatureOption,
+    TopPOption,
+    TreeOption,
+    load_models,
+    tree_of,
+)
+
 app = typer.Typer()
 
 
@@ -52,6 +63,52 @@ def prepare(
     )
     Console().print(account)
     Console(stderr=True).print(f"{out / 'report.html'} shows the same and some rows", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def regenerate(
+    target: Annotated[str, typer.Argument(help="Whose answers: built-in name, folder or hub id.")],
+    source: Annotated[list[str], typer.Argument(help="Whose questions: as --source of `prepare`.")],
+    out: Annotated[Path, typer.Option(help="JSON Lines file; one that was begun is gone on with.")],
+    draft: Annotated[Path | None, typer.Option(help="A draft checkpoint, to be faster.")] = None,
+    tree: TreeOption = "dynamic",
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = None,
+    max_new_tokens: NewTokensOption = 512,
+    max_length: Annotated[int, typer.Option(help="Tokens of a conversation at most.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Conversations answered together.")] = 8,
+    limit: Annotated[int | None, typer.Option(help="Conversations to read of each source; default: all.")] = None,
+    system: Annotated[str, typer.Option(help="System turns: keep, fold or drop.")] = "keep",
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Let the target answer the prompts of conversations itself, turn by turn: data of its own to distil from."""
+    from rich.console import Console
+
+    from draftwood.train.regenerate import regenerate as run
+    from draftwood.train.turns import TurnPolicy
+
+    loaded, loaded_draft = load_models(target, draft, tree, dtype, device, temperature)
+    found = run(
+        loaded,
+        source,
+        out,
+        draft=loaded_draft,
+        tree=tree_of(tree, draft, loaded) if draft is not None else None,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        batch_size=batch_size,
+        limit=limit,
+        seed=seed,
+        policy=TurnPolicy(system=system),  # type: ignore[arg-type]
+    )
+    Console().print(found)
+    if not found.is_finished:
+        typer.echo(f"stopped; the same command goes on with {out}", err=True)
+        raise typer.Exit(130)
 
 
 @app.command()

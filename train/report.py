@@ -91,9 +91,10 @@ class Histogram:
         return cls(edges.tolist(), counts.tolist(), np.quantile(data, _QUANTILES).tolist(), float(data.mean()))
 
     def line(self) -> str:
-        """The counts as a line of blocks."""
-        top = max(1, *self.counts)
-        return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // top)] for count in self.counts)
+        """The counts as a line of at most 12 blocks."""
+        step = -(-len(self.counts) // 12)
+        counts = [sum(self.counts[i : i + step]) for i in range(0, len(self.counts), step)]
+        return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // max(1, *counts))] for count in counts)
 
 
 @dataclass
@@ -244,7 +245,7 @@ def _source_tables(source: SourceAccount) -> list[Table]:
     rows.add_row("in the source", f"{source.num_rows:,}", "", "")
     tables = [rows]
     if repeats := sum(split.repeats for split in source.splits.values()):
-        rows.add_row("repeated by the weight", f"+ {repeats:,}", "", "")
+        rows.add_row("repeated by the weight, in the tokens", f"+ {repeats:,}", "", "")
     if source.changes:
         changes = _table("Changes to kept rows", "rows", "times")
         for name, entry in by_count(source.changes):
@@ -264,7 +265,9 @@ def _total_table(account: RowAccount) -> Table:
 
 
 def _histogram_table(account: RowAccount) -> Table:
-    table = _table("Training rows", "least", "10 %", "half", "90 %", "most", "mean", "how many rows")
+    table = _table("Training rows", "least", "10 %", "half", "90 %", "most", "mean", "rows")
+    for column in table.columns:
+        column.no_wrap = True
     for name, histogram in account.histograms.items():
         figures = [f"{value:,.0f}" for value in histogram.quantiles]
         table.add_row(HISTOGRAMS[name], *figures, f"{histogram.mean:,.1f}", histogram.line())

@@ -127,6 +127,16 @@ class RowBuilder:
             changes["last_reply_only"] += 1
         return self._tokenize(text, spans, changes)
 
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of messages that end on a user turn, up to where the reply starts, as a row would begin.
+
+        Raises:
+            RowError: `template_error`.
+        """
+        settled, _ = self._settle_system(list(messages))
+        text = self._render([settled], generation_prompt=True)[0]
+        return cast(list[int], self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     def _settle_system(self, messages: list[Message]) -> tuple[list[Message], Counter[str]]:
         if self.template_has_system or messages[0]["role"] != "system":
             return messages, Counter()
