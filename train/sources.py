@@ -66,7 +66,10 @@ class Source:
         if self._data is not None:
             columns = [name for name in self._data.column_names if name in _COLUMNS]
             table = self._data.select_columns(columns).with_format("arrow")
-            yield from _arrow_rows(pa.Table.to_batches(part)[0] for part in table.iter(_ROWS_TOGETHER))
+            try:
+                yield from _arrow_rows(batch for part in table.iter(_ROWS_TOGETHER) for batch in part.to_batches())
+            except pa.ArrowException as error:
+                raise ValueError(f"{self.given} is damaged: {_first_line(error)}") from error
         elif self._path is not None and _is_parquet(self._path):
             yield from _parquet_rows(self._path)
         elif self._path is not None:
@@ -122,8 +125,7 @@ def _load(config: SourceConfig, path: Path) -> Dataset:
         data = load_from_disk(str(path)) if is_saved else load_dataset(config.path)
     except Exception as error:  # datasets raises whatever the files, the network or the hub come up with
         what = "the hub has no such data set, or it can't be reached" if is_hub else "datasets can't load this folder"
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{config.path}: {what}: {first_line}") from error
+        raise ValueError(f"{config.path}: {what}: {_first_line(error)}") from error
     if isinstance(data, Dataset):
         if config.split is not None:
             raise ValueError(f"{config.path}: one data set without splits; leave #{config.split} out")
@@ -160,7 +162,7 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             columns = [name for name in names if name in _COLUMNS]
             yield from _arrow_rows(file.iter_batches(_ROWS_TOGETHER, columns=columns))
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is no whole Parquet file: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} is no whole Parquet file: {_first_line(error)}") from error
 
 
 def _arrow_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[SourceRow]:
@@ -174,3 +176,7 @@ def _arrow_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[SourceRow]:
                 yield SourceRow(number, None, error=RowError("not_unicode", str(error)))
             else:
                 yield SourceRow(number, None, value)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,6 +7,7 @@ from rich.table import Table
 from draftwood.configs.schema import RunConfig
 from draftwood.kernels.distill_loss import chunk_rows
 from draftwood.models.target import Target
+from draftwood.train.batches import padding_share
 from draftwood.train.mask_view import mask_view
 from draftwood.train.run import Run, set_up_dry
 from draftwood.train.stages import Stage
@@ -56,7 +57,7 @@ def describe(run: Run, step: int) -> list[tuple[str, str]]:
         ("rows", f"{len(run.train.rows):,} of {run.train.sizes.lengths.sum():,} tokens, "
                  f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
         ("batch", f"{run.global_batch_size} rows = {config.loop.batch_size} x {processes} processes x "
-                  f"{config.loop.gradient_accumulation} accumulated{threads}"),
+                  f"{config.loop.gradient_accumulation} accumulated{threads}; {_padding(run):.1%} padding"),
         ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {config.loop.mixed_precision} autocast"),
         *((f"from step {stage.start:,}", _stage(stage)) for stage in run.course.stages),
         ("memory", f"about {training_bytes(run) / GB:.2f} GB per process beside the target's {_size(target):.2f} GB"),
@@ -104,6 +105,17 @@ def _stage(stage: Stage) -> str:
     return (
         f"{steps}, {topk}; {optimizer.name} {rates}, "
         f"{optimizer.schedule} over steps {stage.schedule_start:,} to {stage.schedule_end:,}"
+    )
+
+
+def _padding(run: Run) -> float:
+    loop = run.config.loop
+    return padding_share(
+        run.train.sizes.lengths,
+        loop.batch_size,
+        run.accelerator.num_processes,
+        loop.gradient_accumulation,
+        run.config.seed,
     )
 
 
