@@ -90,7 +90,8 @@ def parse_turns(value: Any) -> list[tuple[str, str]]:
     # A table has every column in every row: those of other rows are null.
     found = [key for key in TURN_KEYS if value.get(key) is not None]
     if not found:
-        raise RowError("no_turns", f"expected a list under one of {', '.join(TURN_KEYS)}; the keys are {list(value)}")
+        keys = f"{list(value)[:9]}{', and more' if len(value) > 9 else ''}"
+        raise RowError("no_turns", f"expected a list under one of {', '.join(TURN_KEYS)}; the keys are {keys}")
     turns = value[found[0]]
     if not isinstance(turns, list):
         raise RowError("no_turns", f"expected a list under {found[0]}, found {_kind(turns)}")
@@ -104,7 +105,7 @@ def _parse_turn(turn: Any, position: int) -> tuple[str, str]:
         if isinstance(turn, dict) and role_key in turn and text_key in turn
     ]
     if not pairs:
-        found = f"the keys {list(turn)}" if isinstance(turn, dict) else _kind(turn)
+        found = f"the keys {list(turn)[:9]}" if isinstance(turn, dict) else _kind(turn)
         raise RowError("bad_turn", f"turn {position} has {found}, expected from and value, or role and content")
     role, text = next((pair for pair in pairs if pair[0] is not None), pairs[0])
     if not isinstance(role, str):
@@ -119,7 +120,15 @@ def _parse_turn(turn: Any, position: int) -> tuple[str, str]:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    names = {
+        type(None): "null",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        bool: "true or false",
+        dict: "an object",
+    }
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _read_lines(file: TextIO) -> Iterator[SourceRow]:

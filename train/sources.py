@@ -161,7 +161,7 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             _check_columns(names, str(path))
             columns = [name for name in names if name in _COLUMNS]
             yield from _arrow_rows(file.iter_batches(_ROWS_TOGETHER, columns=columns))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no whole Parquet file: {_first_line(error)}") from error
 
 
@@ -179,4 +179,5 @@ def _arrow_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[SourceRow]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    first = error.__cause__ or error
+    return (str(first).strip() or type(first).__name__).splitlines()[0]

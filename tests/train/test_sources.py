@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -137,6 +138,23 @@ def test_a_source_that_holds_no_rows_is_one_line_that_names_it(make, message, ru
     with pytest.raises(ValueError, match=message) as caught:
         run(str(make(tmp_path)))
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_damaged_table_is_one_line_that_names_it(tmp_path):
+    whole = _parquet(tmp_path / "rows.parquet", ROWS).read_bytes()
+    saved = _saved(Dataset.from_list(ROWS), tmp_path / "saved")
+    arrow = next(saved.glob("*.arrow"))
+    random = Random(0)
+    for number in range(6):
+        damaged = bytearray(whole)
+        for _ in range(3):
+            damaged[random.randrange(4, len(whole) - 300)] ^= 0xFF
+        (tmp_path / "rows.parquet").write_bytes(damaged if number else whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match=r"^[^\n]*rows.parquet [^\n]*$"):
+            list(Source(SourceConfig(path=str(tmp_path / "rows.parquet"))).rows())
+    arrow.write_bytes(arrow.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"^[^\n]*saved: datasets can't load this folder: [^\n]*$"):
+        list(Source(SourceConfig(path=str(saved))).rows())
 
 
 @pytest.mark.parametrize(
