@@ -136,6 +136,7 @@ class LoopConfig(Section):
     batch_size: int = Field(2, ge=1)  # rows per process and micro-step
     gradient_accumulation: int = Field(1, ge=1)
     mixed_precision: Literal["none", "bf16"] = "bf16"
+    sharding: Literal["none", "full"] = "none"  # full: each process keeps a share of weights and moments (FSDP)
     # rows of logits held at a time, target and align steps together; None: fewer the larger the vocabulary
     rows_per_chunk: int | None = Field(None, ge=1)
     log_every: int = Field(10, ge=1)
@@ -184,6 +185,25 @@ class RunConfig(Section):
         self.stage_configs()
         if self.stages and self.loop.epochs != 1 and all(stage.epochs is not None for stage in self.stages):
             raise ValueError(f"loop.epochs is {self.loop.epochs}, but every stage has epochs of its own; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _every_head_is_trained(self) -> "RunConfig":
+        heads, steps = self.draft.num_heads, max(stage.align.steps for stage in self.stage_configs())
+        is_short = steps < heads and self.draft.init_from is None
+        if self.draft.kind == "medusa" and (is_short or steps > heads):
+            raise ValueError(
+                f"align.steps is {steps}, but medusa has {heads} heads, of which an align step trains one; set "
+                f"align.steps={heads} or draft.num_heads={steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_can_be_sharded(self) -> "RunConfig":
+        if self.loop.sharding == "full" and any(stage.optimizer.name == "muon" for stage in self.stage_configs()):
+            raise ValueError(
+                "loop.sharding is full, but optimizer.name muon orthogonalises whole matrices; use adamw, or sharding: none"
+            )
         return self
 
     def stage_configs(self) -> "tuple[RunConfig, ...]":

@@ -72,14 +72,21 @@ class StrategyTable:
         table = Table(
             title=title, caption="\n".join(self.notes()), box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
         )
-        names = ["strategy", "dtype", "acceptance", "tokens/s", "ratio", "host %"]
+        names = ["strategy", "dtype", "acceptance", "tok/s", "ratio", "host %"]
         for name in names + (["identical"] if is_greedy else []):
             table.add_column(name, no_wrap=True)
         for row in self.rows:
             low, high = row.interval or (0.0, 0.0)
             length = "" if row.interval is None else f"{row.acceptance_length:.2f} ({low:.2f}-{high:.2f})"
             shares = "" if row.shares is None else "/".join(f"{100 * share:.0f}" for share in row.shares.values())
-            cells = [row.strategy, row.dtype, length, f"{row.tokens_per_s:.1f}", f"{row.ratio:.2f}x", shares]
+            cells = [
+                row.strategy.removesuffix(" generate"),
+                row.dtype,
+                length,
+                f"{row.tokens_per_s:.1f}",
+                f"{row.ratio:.2f}x",
+                shares,
+            ]
             table.add_row(*cells, *([f"{row.num_identical} of {self.num_prompts}"] if is_greedy else []))
         return table
 

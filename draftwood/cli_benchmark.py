@@ -54,7 +54,6 @@ def benchmark_decode(
     ] = None,
 ) -> None:
     """Measure every strategy in turn on the same prompts, against the fastest decoding without drafts."""
-    import torch
     from rich.console import Console
 
     from draftwood.decode import benchmark_strategies as run
@@ -83,7 +82,7 @@ def benchmark_decode(
             plans=plans,
             seed=seed,
             journals=None if json_file is None else json_file.with_suffix(".journals"),
-            identity=hash_tensors(dict(own.state_dict())) if isinstance(own, torch.nn.Module) else str(draft),
+            identity="" if own is None else hash_tensors(dict(own.state_dict())),
             on_progress=status.update,
             **options,
         )

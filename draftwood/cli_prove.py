@@ -11,6 +11,7 @@ from draftwood.cli_options import (
     NewTokensOption,
     TemperatureOption,
     TreeOption,
+    load_any_draft,
     load_models,
     prompt_set_of,
 )
@@ -122,12 +123,11 @@ def compare(
     from rich.console import Console
 
     from draftwood.decode.compare import compare_drafts
-    from draftwood.models.checkpoint import load_draft
 
     if len(drafts) < 2 or len(set(drafts)) < len(drafts):
         raise ValueError(f"drafts: got {', '.join(map(str, drafts))}; expected two or more different folders")
     loaded, first = load_models(target, drafts[0], tree, dtype, device)
-    named = {str(drafts[0]): first, **{str(path): load_draft(path, loaded) for path in drafts[1:]}}
+    named = {str(drafts[0]): first, **{str(path): load_any_draft(path, loaded) for path in drafts[1:]}}
     comparison = compare_drafts(
         loaded,
         named,

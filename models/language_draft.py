@@ -78,6 +78,10 @@ class LanguageDraft:
         """Positions the model was made for; None where it states no limit."""
         return max_length(self.model)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's weights, by which reports tell drafts apart."""
+        return self.model.model.state_dict()
+
     def new_state(self, batch_size: int) -> LanguageState:
         return LanguageState()
 

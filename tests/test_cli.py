@@ -151,7 +151,7 @@ def test_benchmark_decode_prints_a_table_for_each_set_and_temperature(folders, r
     sets = [argument for name in ("one", "two") for argument in ("--prompts", str(tmp_path / f"{name}.jsonl"))]
     arguments = ["benchmark", "decode", "--target", target, "--draft", draft, *sets, "--max-new-tokens", "5"]
     code, out, _ = run(*arguments, "--strategies", "chain-2,sampled-2x2,stree", "--json", str(tmp_path / "d.json"))
-    assert code == 0 and out.count("transformers generate") >= 4 and "best tree" in out
+    assert code == 0 and out.count("transformers") >= 4 and "best tree" in out
     found = json.loads((tmp_path / "d.json").read_text())
     assert [(t["prompts"], t["temperature"]) for t in found["tables"]] == [
         (n, t) for n in ("one", "two") for t in (0, 1)

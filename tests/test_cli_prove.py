@@ -69,3 +69,6 @@ def test_compare_gives_the_paired_difference(folders, run, tmp_path):
     assert difference["against"] == str(folders / "one")
     assert difference["interval"][0] <= difference["difference"] <= difference["interval"][1]
     assert "two or more" in run("compare", folders / "target", folders / "one", *both[2:])[2]
+    model = ["compare", folders / "target", folders / "one", f"model:{folders / 'target'}", *both[2:]]
+    code, out, _ = run(*model, "--tree", "chain-2", "--max-new-tokens", "6")
+    assert code == 0 and "model:" in out

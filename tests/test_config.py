@@ -31,6 +31,7 @@ def test_there_are_recipes():
         ("optimizer.name=sgd", "optimizer.name: .*'adamw' or 'muon'"),
         ("align=3", "'align' is a section, got 3"),
         ("align.step_weights=[1,2]", "step_weights has 2 entries, align.steps is 3"),
+        ("draft.kind=medusa", "align.steps is 3, but medusa has 4 heads, .* align.steps=4 or draft.num_heads=3"),
         ("target.name", "override 'target.name': expected section.field=value"),
         ("target.name.x=1", "'name' is not a section"),
         ("stages.0.align.stps=1", r"stages\.0\.align\.stps: Extra inputs"),
@@ -59,6 +60,14 @@ def test_overrides_win_over_the_file_and_an_int_may_stand_for_a_float(tmp_path):
     config = load_config(file, ["align.steps=4", "align.step_weights=[1, 0.8, 0.64, 0.512]"])
     assert config.optimizer.lr == 1.0 and config.align.steps == 4
     assert config.align.step_weights == (1.0, 0.8, 0.64, 0.512)
+
+
+def test_medusa_heads_may_be_trained_in_one_of_several_stages_or_before():
+    stages = ["draft.kind=medusa", "stages=[{align: {steps: 2}}, {align: {steps: 4}}]"]
+    assert len(load_config("quickstart", stages).stage_configs()) == 2
+    assert load_config("quickstart", ["draft.kind=medusa", "draft.init_from=somewhere"]).align.steps == 3
+    with pytest.raises(ConfigError, match="align.steps is 5, but medusa has 4 heads"):
+        load_config("medusa", ["align.steps=5", "align.step_weights=null"])
 
 
 def test_hass_is_its_published_two_stages_and_a_stage_can_be_overridden():

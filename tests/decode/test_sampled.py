@@ -9,6 +9,7 @@ import draftwood as dw
 from draftwood.decode.propose import DynamicTree, Proposal, SampledTree, make_proposer, resolve_tree
 from draftwood.decode.sampled import Draws, draw_without_replacement, try_child, verify_drawn
 from draftwood.decode.verify import Sampling
+from draftwood.models.medusa import MedusaDraft
 
 SETTINGS = [
     dict(temperature=0.5),
@@ -142,8 +143,33 @@ def draft(request, targets, tiny):
 
 @pytest.mark.parametrize("tree", ["sampled-3x2", "sampled-1x2"])
 def test_generation_has_the_distribution_of_the_target(tree, draft, targets, tiny):
+    check_generation(targets("bamba"), draft, tree, tiny.prompt_ids((1, 4), 3))
+
+
+@torch.no_grad()
+def test_generation_from_drawn_tokens_of_medusa_heads_has_it_too(targets, tiny):
+    target = targets("bamba")
+    torch.manual_seed(2)
+    draft = MedusaDraft.from_target(target, num_heads=2)
+    for parameter in draft.parameters():
+        parameter.normal_(std=0.3)
+    proposer = make_proposer(draft, "sampled-3x2", 0.7, torch.Generator().manual_seed(0))
+    features = torch.randn(2, 5, target.hidden_dim)
+    proposer.start(tiny.prompt_ids((2, 5), 5), [5, 3], features, torch.tensor([7, 9]))
+    proposal = proposer.propose(9)
+    for b, last in enumerate((4, 2)):
+        for node, below in enumerate(proposal.tree.children(b)):
+            if below:
+                head = draft.heads[len(proposal.tree.path(node, b)) - 1]
+                want = (draft.logits(head(features[b, last])) / 0.7).log_softmax(-1)
+                got = proposal.draws.at(torch.tensor([node, node]), tiny.VOCAB)[b]
+                torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    for tree in ("sampled-3x2", "sampled-1x2"):
+        check_generation(target, draft, tree, tiny.prompt_ids((1, 4), 3))
+
+
+def check_generation(target, draft, tree, prompt, rows=3000):
     """Tokens 2 and 3 over many rows of one prompt, against transformers' exact probabilities."""
-    target, prompt, rows = targets("bamba"), tiny.prompt_ids((1, 4), 3), 3000
     settings = dict(temperature=1.0, top_k=3, eos_token_ids=[], max_new_tokens=4, tree=tree, seed=0)
     out = dw.generate(target, draft, prompt.expand(rows, -1), **settings)
     texts, counts = torch.tensor(out.tokens)[:, :3].unique(dim=0, return_counts=True)
