@@ -136,7 +136,6 @@ class LoopConfig(Section):
     batch_size: int = Field(2, ge=1)  # rows per process and micro-step
     gradient_accumulation: int = Field(1, ge=1)
     mixed_precision: Literal["none", "bf16"] = "bf16"
-    sharding: Literal["none", "full"] = "none"  # full: each process keeps a share of weights and moments (FSDP)
     # rows of logits held at a time, target and align steps together; None: fewer the larger the vocabulary
     rows_per_chunk: int | None = Field(None, ge=1)
     log_every: int = Field(10, ge=1)
@@ -195,14 +194,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"align.steps is {steps}, but medusa has {heads} heads, of which an align step trains one; set "
                 f"align.steps={heads} or draft.num_heads={steps}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _optimizer_can_be_sharded(self) -> "RunConfig":
-        if self.loop.sharding == "full" and any(stage.optimizer.name == "muon" for stage in self.stage_configs()):
-            raise ValueError(
-                "loop.sharding is full, but optimizer.name muon orthogonalises whole matrices; use adamw, or sharding: none"
             )
         return self
 
