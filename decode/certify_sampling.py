@@ -19,6 +19,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from draftwood.decode import generate as loop
 from draftwood.decode.certificate import Evidence
 from draftwood.decode.certify_greedy import rounding
+from draftwood.decode.processors import processors_of
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -70,7 +71,7 @@ def certify_sampling(
         following: dict[Text, Counter[int]] = {}
         for row in out.tokens:
             following.setdefault(tuple(row[:depth]), Counter())[row[depth]] += 1
-        for text, support in _supports(target, prompt, list(following)).items():
+        for text, support in _supports(target, prompt, list(following), length).items():
             counts = following[text]
             own, own_freedom = chi_square(counts, support.sure)
             statistic, freedom = statistic + own, freedom + own_freedom
@@ -104,14 +105,17 @@ def certify_sampling(
 
 
 @torch.no_grad()
-def _supports(target: "Target", prompt: Tensor, texts: list[Text]) -> dict[Text, Support]:
-    """What may follow `prompt` [1, T] and each of the texts, all of one length, by the model's plain forward."""
+def _supports(target: "Target", prompt: Tensor, texts: list[Text], length: int) -> dict[Text, Support]:
+    """What may follow `prompt` [1, T] and each of the texts, all of one length, by the model's plain forward and the
+    processors of its own generation config."""
+    processors = processors_of(target, None, [], length)(prompt.shape[1])
     found = {}
     for start in range(0, len(texts), _CONTEXTS):
         some = texts[start : start + _CONTEXTS]
         ids = torch.cat([prompt.expand(len(some), -1), prompt.new_tensor(some).view(len(some), -1).long()], 1)
-        for text, logits in zip(some, target.model(ids, use_cache=False).logits[:, -1], strict=True):
-            found[text] = find_support(logits.float(), rounding(target.dtype, float(logits.abs().max())))
+        raw = target.model(ids, use_cache=False).logits[:, -1].float()
+        for text, plain, logits in zip(some, raw, processors(ids, raw.clone()), strict=True):
+            found[text] = find_support(logits, rounding(target.dtype, float(plain.abs().max())))
     return found
 
 

@@ -4,7 +4,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -16,15 +16,15 @@ from draftwood.decode.generate import GenerateOutput, generate, own_eos
 from draftwood.decode.measure import Journal, Outcome, Way, measure
 from draftwood.decode.prompts import Prompt, PromptSet
 from draftwood.decode.propose import Proposer, TreeSpec, resolve_tree
+from draftwood.decode.propose.base import Drafter
 from draftwood.decode.report import LOOP, SPECULATIVE, TRANSFORMERS, Mismatch, PromptRecord, Report
 from draftwood.decode.stats import GroupSummary, RowStats, by_context, summarize, summarize_groups
 from draftwood.decode.verify import Sampling
 
 if TYPE_CHECKING:
-    from draftwood.models.draft import EagleDraft
     from draftwood.models.target import Target
 
-Draft = Union["EagleDraft", Proposer, None]
+Draft = Drafter | Proposer | None  # of any kind
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,10 @@ from draftwood.cli_options import (
 
 app = typer.Typer()
 
+ColourOption = Annotated[
+    bool, typer.Option("--colour-drafts", help="Accepted drafts in colour, the target's own tokens plain.")
+]
+
 
 @app.command()
 def generate(
@@ -37,18 +42,56 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    colour_drafts: ColourOption = False,
 ) -> None:
     """Answer a prompt: the text on the standard output as it comes, what it took on the standard error."""
-    from draftwood.decode.console import answer
+    from draftwood.decode.console import answer, read_utf8
+
+    text = read_utf8(sys.stdin.buffer.read()) if prompt == "-" else prompt
 
     models = load_models(target, draft, tree, dtype, device, temperature)
     settings: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
-    _, summary = answer(*models, text, _write, tree=tree_of(tree, draft, models[0]), **settings)
+    colour = _coloured() if colour_drafts else None
+    _, summary = answer(*models, text, _write, colour, tree=tree_of(tree, draft, models[0]), **settings)
     typer.echo()
     typer.echo(summary, err=True)
+
+
+@app.command()
+def chat(
+    target: TargetOption = "smollm2-135m",
+    draft: Annotated[Path | None, typer.Option(help="Folder of a draft, or model:<language model>.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    tree: TreeOption = "dynamic",
+    max_new_tokens: NewTokensOption = 512,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    colour_drafts: ColourOption = False,
+) -> None:
+    """Talk with a target: /reset forgets the turns, Ctrl-C stops an answer, /exit or Ctrl-D ends; or a turn a line."""
+    from draftwood.decode.chat import chat as run
+
+    models = load_models(target, draft, tree, dtype, device, temperature)
+    settings: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    settings["tree"] = tree_of(tree, draft, models[0])
+    colour = _coloured() if colour_drafts else None
+    run(
+        *models,
+        _read_turn,
+        _write,
+        lambda line: typer.echo(line, err=True),
+        system=system,
+        write_draft=colour,
+        **settings,
+    )
 
 
 @app.command()
@@ -121,3 +164,24 @@ def doctor(
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _coloured() -> Callable[[str], None]:
+    """Writes in colour; plainly where NO_COLOR is set or there is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    if console.no_color or console.color_system is None:
+        return _write
+    return lambda text: console.out(text, style="green", end="", highlight=False)
+
+
+def _read_turn() -> str:
+    from draftwood.decode.console import read_utf8
+
+    if sys.stdin.isatty():
+        return input("> ")
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return read_utf8(line, "a line of the standard input")
