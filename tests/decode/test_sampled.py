@@ -216,6 +216,28 @@ def test_the_log_probabilities_handed_over_are_those_after_every_nodes_path(draf
     assert proposer.propose(0).draws is None
 
 
+@torch.no_grad()
+def test_siblings_are_in_drawn_order_and_the_likeliest_nodes_of_a_level_get_children(draft, targets, tiny):
+    rows, settings = 2000, SampledTree(3, 3, frontier=2)
+    ids, features = tiny.prompt_ids((1, 5), 5), torch.randn(1, 5, targets("bamba").hidden_dim)
+    proposer = make_proposer(draft, settings, 1.0, torch.Generator().manual_seed(0))
+    roots = torch.full((rows,), 7)
+    proposer.start(ids.expand(rows, -1).clone(), [5] * rows, features.expand(rows, -1, -1), roots)
+    proposal = proposer.propose(9)
+    q = proposal.draws.at(torch.zeros(rows, dtype=torch.int64), tiny.VOCAB).exp()[0]
+    check_counts(torch.bincount(proposal.tokens[:, 1], minlength=tiny.VOCAB), q)
+    for b in range(20):
+        children, score = proposal.tree.children(b), {0: 0.0}
+        for node in range(1, proposal.tree.num_nodes):
+            parent = proposal.tree.rows[b][node]
+            log_q = proposal.draws.at(torch.full((rows,), parent), tiny.VOCAB)[b, proposal.tokens[b, node]]
+            score[node] = score[parent] + float(log_q)
+        for level in (1, 2):
+            nodes = [n for n in score if len(proposal.tree.path(n, b)) == level + 1]
+            with_children = {n for n in nodes if children[n]}
+            assert with_children == set(sorted(nodes, key=score.__getitem__)[-2:])
+
+
 def test_a_seed_reproduces_and_another_differs(draft, targets, tiny):
     def run(seed):
         settings = dict(temperature=1.0, top_p=0.95, eos_token_ids=[], max_new_tokens=12, tree="sampled-2x3")
