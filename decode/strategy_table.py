@@ -172,5 +172,6 @@ def is_chain(tree: Settings) -> bool:
     """Whether no node can have two children."""
     if isinstance(tree, Tree):
         return all(len(below) < 2 for below in tree.children())
-    widths = {BeamTree: "beams", SampledTree: "width", DynamicTree: "top_k"}
-    return type(tree) in widths and getattr(tree, widths[type(tree)]) == 1
+    if isinstance(tree, SampledTree):
+        return max(tree.widths) == 1
+    return (isinstance(tree, BeamTree) and tree.beams == 1) or (isinstance(tree, DynamicTree) and tree.top_k == 1)

@@ -41,7 +41,7 @@ FORMS = (
     *PRESETS,
     "dynamic, dynamic-<nodes>",
     "beam-<beams>x<levels>",
-    "sampled-<children>x<levels>",
+    "sampled-<children>x<levels>, sampled-<children>-<children>-...",
     "lookup, lookup-<tokens>, lookup-<tokens>x<matches>",
     "lookahead, lookahead-<window>x<ngram>x<pool>",
 )
@@ -67,6 +67,8 @@ def resolve_tree(spec: TreeSpec) -> Settings:
         return BeamTree(beams=int(match[1]), levels=int(match[2]))
     if match := re.fullmatch(rf"sampled-{_NUMBER}x{_NUMBER}", spec):
         return SampledTree(width=int(match[1]), levels=int(match[2]))
+    if match := re.fullmatch(rf"sampled((?:-{_NUMBER}){{2,16}})", spec):
+        return SampledTree.of_widths(*map(int, match[1].removeprefix("-").split("-")))
     if match := re.fullmatch(rf"lookup(?:-{_NUMBER}(?:x{_NUMBER})?)?", spec):
         return Lookup(num_tokens=int(match[1] or Lookup.num_tokens), matches=int(match[2] or Lookup.matches))
     if spec == "lookahead":

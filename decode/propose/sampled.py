@@ -19,22 +19,34 @@ class SampledTree:
     """Settings.
 
     Attributes:
-        width: children drawn below a node.
+        width: children drawn below a node; several numbers, one for each level, make up the levels.
         levels: depth of the tree.
-        frontier: nodes of a level, those likeliest to the draft, that get children; None: as many as `width`.
+        frontier: nodes of a level, those likeliest to the draft, that get children; None: as many as the root has.
 
     Raises:
-        ValueError: a setting below 1.
+        ValueError: a setting below 1, or widths of another number than `levels`.
     """
 
-    width: int = 3
+    width: int | tuple[int, ...] = 3
     levels: int = 4
     frontier: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"sampled tree: {name} is {value}; expected 1 or more")
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and number < 1:
+                    raise ValueError(f"sampled tree: {name} is {value}; expected 1 or more")
+        if len(self.widths) != self.levels:
+            raise ValueError(f"sampled tree: width is {self.width}; expected a number or {self.levels}, as levels")
+
+    @classmethod
+    def of_widths(cls, *widths: int) -> "SampledTree":
+        return cls(widths, len(widths))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Children drawn below a node, by level."""
+        return self.width if isinstance(self.width, tuple) else (self.width,) * self.levels
 
 
 def check_temperature(settings: object, temperature: float) -> None:
@@ -81,11 +93,11 @@ class SampledProposer(DraftProposer):
         tokens, parents = [self.roots[:, None]], [torch.full_like(index, -1)]
         log_qs, expanded = [], []
         num_nodes = 1
-        for depth in range(1, levels + 1):
+        for depth, width in enumerate(self.settings.widths[:levels], 1):
             logits = self.draft.logits(frontier.outputs).float()
             # The largest becomes 0, so that no temperature, however small, makes an infinity of it.
             log_q = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).log_softmax(-1)
-            k = min(self.settings.width, log_q.shape[-1])
+            k = min(width, log_q.shape[-1])
             drawn = draw_without_replacement(log_q, k, self.generator)  # [B, f, k]
             ids = drawn if self.draft.draft_vocab is None else self.draft.draft_vocab[drawn]
             tokens.append(ids.flatten(1))
@@ -95,7 +107,7 @@ class SampledProposer(DraftProposer):
             if depth == levels:
                 break
             scores = (above[:, :, None] + log_q.gather(2, drawn)).flatten(1)
-            above, best = scores.topk(min(self.settings.frontier or self.settings.width, scores.shape[1]), dim=1)
+            above, best = scores.topk(min(self.settings.frontier or self.settings.widths[0], scores.shape[1]), dim=1)
             index = best + num_nodes
             num_nodes += scores.shape[1]
             frontier.descend(best // k, tokens[-1].gather(1, best))
@@ -103,5 +115,5 @@ class SampledProposer(DraftProposer):
         inner = torch.cat(expanded, 1)
         slot = torch.zeros_like(tree.parents)
         slot.scatter_(1, inner, torch.arange(inner.shape[1], device=inner.device).expand_as(inner))
-        draws = Draws(torch.cat(log_qs, 1), slot, k, self.draft.draft_vocab)
+        draws = Draws(torch.cat(log_qs, 1), slot, max(self.settings.widths[:levels]), self.draft.draft_vocab)
         return Proposal(torch.cat(tokens, 1), tree, draws)

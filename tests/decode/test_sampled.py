@@ -141,7 +141,7 @@ def draft(request, targets, tiny):
     return dw.EagleDraft.from_target(target, draft_vocab=vocab).eval()
 
 
-@pytest.mark.parametrize("tree", ["sampled-3x2", "sampled-1x2"])
+@pytest.mark.parametrize("tree", ["sampled-3x2", "sampled-1x2", "sampled-1-3"])
 def test_generation_has_the_distribution_of_the_target(tree, draft, targets, tiny):
     check_generation(targets("bamba"), draft, tree, tiny.prompt_ids((1, 4), 3))
 
@@ -186,7 +186,10 @@ def check_generation(target, draft, tree, prompt, rows=3000):
     assert sum(row.forwards[0].accepted > 0 for row in out.rows) > 20  # drafts were accepted at all
 
 
-@pytest.mark.parametrize("settings", [SampledTree(3, 3), SampledTree(2, 4, frontier=1), SampledTree(30, 2, frontier=2)])
+@pytest.mark.parametrize(
+    "settings",
+    [SampledTree(3, 3), SampledTree(2, 4, frontier=1), SampledTree(30, 2, frontier=2), SampledTree((4, 2, 1), 3)],
+)
 def test_the_log_probabilities_handed_over_are_those_after_every_nodes_path(draft, settings, targets, tiny):
     ids, features = tiny.prompt_ids((2, 5), 5), torch.randn(2, 5, targets("bamba").hidden_dim)
     roots = torch.tensor([7, 9])
@@ -208,8 +211,8 @@ def test_the_log_probabilities_handed_over_are_those_after_every_nodes_path(draf
                 want[known] = (draft.logits(out)[0, 0] / 0.7).log_softmax(-1)
                 got = proposal.draws.at(torch.tensor([node, node]), tiny.VOCAB)[b]
                 torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
-                children = [tokens[n] for n in below]
-                assert len({*children}) == len(children) == min(settings.width, int(want.isfinite().sum()))
+                children, depth = [tokens[n] for n in below], len(proposal.tree.path(node, b)) - 1
+                assert len({*children}) == len(children) == min(settings.widths[depth], int(want.isfinite().sum()))
                 assert want[children].isfinite().all()
     assert int(proposal.tree.depth.max()) == settings.levels
     assert proposer.propose(1).tree.num_nodes == 1 + len(proposal.tree.children()[0])
@@ -256,8 +259,12 @@ def test_names_of_sampled_trees_resolve():
     assert resolve_tree("sampled-3x4") == SampledTree(width=3, levels=4)
     assert isinstance(resolve_tree("dynamic"), DynamicTree)
     assert Proposal(torch.zeros(1, 1), dw.Tree.chain(0)).draws is None
-    for name in ("sampled-0x4", "sampled-3", "sampled-3x"):
+    assert resolve_tree("sampled-4-2-1") == SampledTree(width=(4, 2, 1), levels=3)
+    for name in ("sampled-0x4", "sampled-3", "sampled-3x", "sampled-4-0"):
         with pytest.raises(ValueError, match=f"no tree '{name}'"):
             resolve_tree(name)
     with pytest.raises(ValueError, match="frontier is 0"):
         SampledTree(frontier=0)
+    for wrong in ((3, 0), (3, 1, 1)):
+        with pytest.raises(ValueError, match="width is"):
+            SampledTree(wrong, 2)
