@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from draftwood.models.target import Target
 
 PLAN = "plan"
-_OF_A_DRAFT = ("chain-4", "stree", "eagle-25", "dynamic-8", "dynamic-16", "beam-3x4", "sampled-1x4", "sampled-3x4")
+_CHOSEN = ("chain-4", "stree", "eagle-25", "dynamic-8", "dynamic-16", "beam-3x4")
+_DRAWN = ("sampled-1x4", "sampled-3x4", "sampled-4-2-1-1")
 _OF_MEDUSA = ("product-4x2x2", "medusa-63")
 _WITHOUT_DRAFT = ("lookup", "lookahead")
 
@@ -39,7 +40,7 @@ _WITHOUT_DRAFT = ("lookup", "lookahead")
 def default_strategies(draft: Any, has_plan: bool = False) -> tuple[str, ...]:
     """All that apply to `draft`; with None those that need none."""
     medusa = _OF_MEDUSA if isinstance(draft, MedusaDraft) else ()
-    drafted = () if draft is None else (*_OF_A_DRAFT, *medusa)
+    drafted = () if draft is None else (*_CHOSEN, *_DRAWN, *medusa)
     return (AUTOREGRESSIVE, *drafted, *_WITHOUT_DRAFT, *((PLAN,) if has_plan else ()))
 
 

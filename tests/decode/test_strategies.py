@@ -75,6 +75,11 @@ def test_lookup_drafts_what_followed_the_longest_latest_match():
     assert paths_of(proposer.propose(9), 0)[0] == [5, 6]
 
 
+def test_a_place_that_matches_by_more_tokens_counts_once():
+    proposer = text_rows(None, Lookup(num_tokens=1, matches=2), [[1, 2, 3, 7, 9, 2, 3, 8, 1, 2]], [3])
+    assert paths_of(proposer.propose(9), 0) == [[7], [8]]
+
+
 def test_matches_that_go_on_alike_share_their_nodes():
     proposer = text_rows(None, Lookup(num_tokens=3, matches=2), [[1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1]], [2])
     proposal = proposer.propose(9)
@@ -110,6 +115,20 @@ def test_a_newer_guess_of_the_window_sees_the_oldest_row_up_to_its_position_and_
     assert paths_of(proposal, 0) == [[20, 30], [11, 21, 31], [11, 12, 22, 32]]
     assert proposal.tokens[0, proposer._rows[0].ends].tolist() == [30, 31, 32]
     assert paths_of(proposer.propose(3), 0) == []  # no room for the window
+
+
+def test_the_pool_holds_the_latest_n_grams_of_a_first_token_the_root_among_them():
+    proposer = text_rows(None, Lookahead(window=2, ngram=3, pool=2), [[1, 2, 3]], [10])
+    (row,) = proposer._rows
+    for step in range(3):
+        row.levels = [[59, 5], [20 + step, 30]]  # 59 was a guess of what is the root by now
+        proposal = proposer.propose(20)
+        logits = torch.zeros(1, proposal.tree.num_nodes, 61)
+        logits[0, row.ends, torch.tensor([40 + step, 50])] = 1
+        proposer.read_logits(logits)
+    assert [list(ngrams) for ngrams in row.pool.values()] == [[(21, 41), (22, 42)], [(30, 50)]]
+    assert list(row.pool) == [10, 5]
+    assert paths_of(proposer.propose(1), 0) == [[22], [21]]
 
 
 def test_lookahead_and_lookup_save_steps_on_a_text_that_repeats_itself(targets, tiny):
