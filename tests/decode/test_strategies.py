@@ -7,6 +7,9 @@ import torch
 
 import draftwood as dw
 from draftwood.decode.propose import BeamTree, Lookahead, Lookup, make_proposer, resolve_tree
+from draftwood.decode.propose.adaptive import follow
+from draftwood.decode.propose.lookahead import LookaheadProposer
+from draftwood.decode.propose.plan import Plan
 from draftwood.models.language_draft import LanguageDraft
 
 TREES = ["beam-3x4", "beam-1x3", "lookup", "lookup-4x3", "lookahead", "lookahead-3x3x2"]
@@ -129,6 +132,15 @@ def test_the_pool_holds_the_latest_n_grams_of_a_first_token_the_root_among_them(
     assert [list(ngrams) for ngrams in row.pool.values()] == [[(21, 41), (22, 42)], [(30, 50)]]
     assert list(row.pool) == [10, 5]
     assert paths_of(proposer.propose(1), 0) == [[22], [21]]
+
+
+def test_a_strategy_that_follows_a_plan_still_reads_the_targets_logits(targets, tiny):
+    plan = Plan(dw.Tree.chain(2), tokens_per_step=9.0, step_ms=1.0, autoregressive_ms=1.0, interval=(1.0, 9.0))
+    inner = LookaheadProposer(Lookahead(3, 3, 2))
+    settings = dict(max_new_tokens=12, eos_token_ids=[])
+    out = dw.generate(targets("llama"), follow(plan, inner), tiny.prompt_ids((1, 4), 4), **settings)
+    assert sum(map(len, inner._rows[0].pool.values())) > 2
+    assert out.tokens == dw.generate(targets("llama"), None, tiny.prompt_ids((1, 4), 4), **settings).tokens
 
 
 def test_lookahead_and_lookup_save_steps_on_a_text_that_repeats_itself(targets, tiny):
