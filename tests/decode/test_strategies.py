@@ -79,7 +79,7 @@ def test_lookup_drafts_what_followed_the_longest_latest_match():
 
 
 def test_a_place_that_matches_by_more_tokens_counts_once():
-    proposer = text_rows(None, Lookup(num_tokens=1, matches=2), [[1, 2, 3, 7, 9, 2, 3, 8, 1, 2]], [3])
+    proposer = text_rows(None, Lookup(num_tokens=1, matches=2), [[9, 2, 3, 8, 1, 2, 3, 7, 5, 1, 2]], [3])
     assert paths_of(proposer.propose(9), 0) == [[7], [8]]
 
 
