@@ -5,19 +5,18 @@ within one run, and are reported as medians. `state_per_node` keeps one recurren
 commit; `unrolled` gives each root-to-leaf path a row of the batch, each with its own copy of the committed state.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftwood.decode.benchmark_record import BenchmarkRecord, machine, random_model
 from draftwood.decode.tree import Tree
 from draftwood.kernels.decay import discretize
 from draftwood.models import seam
@@ -26,6 +25,7 @@ from draftwood.models.graph import GraphStep
 from draftwood.models.memory import peak_memory
 from draftwood.models.state import DecodeState
 from draftwood.models.target import Target
+from draftwood.models.timing import elapsed_ms
 
 METHODS = ("autoregressive", "chain", "tree", "state_per_node", "unrolled")
 
@@ -70,13 +70,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class VerifyBenchmark:
-    settings: dict[str, Any]
-    rows: list[Row]
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
+class VerifyBenchmark(BenchmarkRecord[Row]):
     def table(self) -> Table:
         table = Table("method", "dtype", "nodes", "ms", "ratio", "peak MiB", "kept KiB")
         for row in self.rows:
@@ -110,8 +104,11 @@ class VerifyBenchmark:
 
 def random_target(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Target:
     """A Bamba model of these shapes with random weights."""
-    config = AutoConfig.for_model(
+    return random_model(
         "bamba",
+        dtype,
+        device,
+        seed,
         hidden_size=shape.hidden_size,
         num_hidden_layers=shape.num_layers,
         intermediate_size=shape.intermediate_size,
@@ -124,13 +121,7 @@ def random_target(shape: Shape, dtype: torch.dtype, device: torch.device, seed: 
         mamba_n_groups=shape.groups,
         mamba_expand=shape.mamba_heads * shape.mamba_head_dim // shape.hidden_size,
         vocab_size=shape.vocab_size,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return Target(model, name="random")
 
 
 def bushy_tree(num_nodes: int) -> Tree:
@@ -182,11 +173,7 @@ def benchmark_verify(
         for round_ in range(repeats):
             on_progress(f"{name}: round {round_ + 1} of {repeats}")
             for key, step in steps.items():
-                _synchronize(device)
-                started = perf_counter()
-                step.run()
-                _synchronize(device)
-                times[key].append((perf_counter() - started) * 1e3)
+                times[key].append(elapsed_ms(device, step.run))
         base = median(times["autoregressive", 1])
         for (method, n), step in steps.items():
             with peak_memory(device) as peak:
@@ -199,9 +186,7 @@ def benchmark_verify(
             "context": context,
             "repeats": repeats,
             "graph": graph,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
+            **machine(device),
         },
         rows,
     )
@@ -235,7 +220,7 @@ def step_benchmarks(
 
 @dataclass(frozen=True)
 class _Step:
-    run: Callable[[], None]
+    run: Callable[[], object]
     kept_bytes: Callable[[], int]
 
 
@@ -246,7 +231,7 @@ def _step(target: Target, prompt: Tensor, method: str, nodes: int, graph: bool) 
     tokens = torch.randint(3, 90, (1, nodes), generator=torch.Generator().manual_seed(nodes)).to(target.device)
     path = tree.path(tree.children()[0][-1]) if nodes > 1 else [0]
     if method == "autoregressive":
-        return _Step(lambda: _discard(target.step(state, tokens[:, 0])), lambda: 0)
+        return _Step(lambda: target.step(state, tokens[:, 0]), lambda: 0)
     if method == "unrolled":
         return _unrolled_step(target, state, tree, tokens, path)
     if graph and method != "state_per_node":
@@ -344,12 +329,3 @@ def _scan_keeping_states(
 
 
 _STATE_PER_NODE: Mapping[str, Any] = {**seam.OPERATORS, "mamba2_chunk_scan": _scan_keeping_states}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _discard(_: object) -> None:
-    """For lambdas whose value means nothing."""

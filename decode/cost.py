@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from draftwood.decode.optimal_tree import decreasing
 from draftwood.decode.propose import DynamicTree, make_proposer
+from draftwood.models.timing import elapsed_ms
 from draftwood.models.tree import Tree
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def measure_costs(
     Args:
         prompt: [1, T] int64, the context of the steps.
     """
-    steps: dict[tuple[str, Any], Callable[[], None]] = {}
+    steps: dict[tuple[str, Any], Callable[[], object]] = {}
     for name, (target, draft) in models.items():
         for key, step in _steps(target, draft, prompt, sizes).items():
             steps[name, key] = step
@@ -86,12 +86,7 @@ def measure_costs(
     order = [key for number, key in enumerate(steps) for key in ([key, *often] if number % 5 == 0 else [key])]
     for _ in range(repeats):
         for key in order:
-            step, device = steps[key], models[key[0]][0].device
-            _synchronize(device)
-            started = perf_counter()
-            step()
-            _synchronize(device)
-            times[key].append(1000 * (perf_counter() - started))
+            times[key].append(elapsed_ms(models[key[0]][0].device, steps[key]))
     medians = {key: median(values) for key, values in times.items()}
     quartiles = [np.percentile(values, [25, 75]) for values in times.values()]
     spread = median(float(high / low) for low, high in quartiles)
@@ -127,12 +122,12 @@ def _fit(rows: list[list[float]], values: list[float]) -> Any:
 
 
 @torch.no_grad()
-def _steps(target: "Target", draft: Any, prompt: Tensor, sizes: Sequence[int]) -> dict[Any, Callable[[], None]]:
+def _steps(target: "Target", draft: Any, prompt: Tensor, sizes: Sequence[int]) -> dict[Any, Callable[[], object]]:
     prompt = prompt.to(target.device)
     state = target.prefill(prompt)
     features = state.features
     tokens = prompt[0, torch.arange(max(sizes)) % prompt.shape[1]][None]
-    steps: dict[Any, Callable[[], None]] = {_AUTOREGRESSIVE: lambda: _discard(target.step(state, tokens[:, 0]))}
+    steps: dict[Any, Callable[[], object]] = {_AUTOREGRESSIVE: lambda: target.step(state, tokens[:, 0])}
     for nodes in sizes:
         tree = _spread(nodes)
 
@@ -154,7 +149,7 @@ def makes_dynamic(draft: Any) -> bool:
     return getattr(draft, "max_depth", None) is None
 
 
-def _drafting(draft: Any, spec: Any, prompt: Tensor, features: Tensor) -> Callable[[], None]:
+def _drafting(draft: Any, spec: Any, prompt: Tensor, features: Tensor) -> Callable[[], object]:
     proposer = make_proposer(draft, spec)
     assert proposer is not None, "a draft and no strategy"
     with torch.no_grad():
@@ -172,12 +167,3 @@ def _drafting(draft: Any, spec: Any, prompt: Tensor, features: Tensor) -> Callab
 def _spread(nodes: int) -> Tree:
     """A tree of so many nodes, each inner one with three children."""
     return Tree.from_parents([-1, *((node - 1) // 3 for node in range(1, nodes))])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _discard(_: object) -> None:
-    """For a lambda whose value means nothing."""

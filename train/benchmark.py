@@ -4,27 +4,26 @@ A random Llama target gives head, embeddings and features; every row of the draf
 steps and all feature sources take turns within one run, and are reported as medians.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftwood.configs.schema import OptimizerConfig
+from draftwood.decode.benchmark_record import BenchmarkRecord, machine, random_model
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights, chunk_rows
 from draftwood.models.draft import EagleDraft
 from draftwood.models.memory import peak_memory
 from draftwood.models.target import Target
+from draftwood.models.timing import elapsed_ms
 from draftwood.train.batches import Batch, RowSizes, collate
 from draftwood.train.features import FeatureSource, open_cache
 from draftwood.train.losses import Distillation
@@ -70,13 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class DistillBenchmark:
-    settings: dict[str, Any]
-    rows: list[Row]
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
+class DistillBenchmark(BenchmarkRecord[Row]):
     def table(self) -> Table:
         table = Table("align", "features", "rows/s", "time", "peak MiB", "memory", "MFLOP/row")
         for row in self.rows:
@@ -134,21 +127,17 @@ def benchmark_distill(
         for round_ in range(repeats):
             on_progress(f"round {round_ + 1} of {repeats}")
             for source, n in keys:
-                _synchronize(device)
-                started = perf_counter()
-                training.step(batches[source], n)
-                _synchronize(device)
-                times[source, n].append(perf_counter() - started)
+                times[source, n].append(elapsed_ms(device, partial(training.step, batches[source], n)))
         on_progress("memory and operations")
         peaks = {(source, n): training.peak_bytes(batches[source], n) for source, n in keys}
         flops = {(source, n): training.flops(batches[source], n) for source, n in keys}
     num_rows = batch_size * length
     rows = []
     for source, n in keys:
-        seconds, base = median(times[source, n]), median(times[source, 1])
+        ms, base = median(times[source, n]), median(times[source, 1])
         ratio_memory = peaks[source, n] / peaks[source, 1]
         peak_mib, flops_per_row = peaks[source, n] / 2**20, flops[source, n] / num_rows
-        rows.append(Row(n, source, num_rows / seconds, peak_mib, seconds / base, ratio_memory, flops_per_row))
+        rows.append(Row(n, source, 1e3 * num_rows / ms, peak_mib, ms / base, ratio_memory, flops_per_row))
     settings = {
         "shape": asdict(shape),
         "dtype": "float32" if precision is None else f"{str(precision).removeprefix('torch.')} autocast",
@@ -156,17 +145,18 @@ def benchmark_distill(
         "length": length,
         "rows_per_chunk": rows_per_chunk or chunk_rows(shape.vocab_size),
         "repeats": repeats,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        **machine(device),
     }
     return DistillBenchmark(settings, rows)
 
 
 def random_target(shape: Shape, dtype: torch.dtype, device: torch.device, length: int, seed: int = 0) -> Target:
     """A Llama model of this shape with random weights, for `length` tokens at least."""
-    config = AutoConfig.for_model(
+    return random_model(
         "llama",
+        dtype,
+        device,
+        seed,
         hidden_size=shape.hidden_size,
         num_hidden_layers=shape.num_layers,
         intermediate_size=shape.intermediate_size,
@@ -174,13 +164,7 @@ def random_target(shape: Shape, dtype: torch.dtype, device: torch.device, length
         num_key_value_heads=shape.num_key_value_heads,
         vocab_size=shape.vocab_size,
         max_position_embeddings=max(2048, length),
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return Target(model, name="random")
 
 
 class _Training:
@@ -259,8 +243,3 @@ _ATTENTION_FLOPS = {
         torch.ops.aten._scaled_dot_product_cudnn_attention,
     )
 }
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
