@@ -5,11 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from draftwood.decode.evaluate import describe_machine, transformers_generate
-from draftwood.decode.generate import GenerateOutput, generate
+from draftwood.decode.evaluate import describe_machine, our_way, transformers_way
 from draftwood.decode.measure import Journal, Way, measure
 from draftwood.decode.prompts import PromptSet
 from draftwood.decode.propose import (
@@ -17,7 +13,6 @@ from draftwood.decode.propose import (
     Lookup,
     SampledTree,
     Settings,
-    TreeSpec,
     check_temperature,
     resolve_tree,
 )
@@ -173,31 +168,15 @@ def _ways(
 ) -> dict[tuple[str, str], Way]:
     """By strategy and dtype; transformers and our loop without drafts are always among them."""
     ways: dict[tuple[str, str], Way] = {}
+    common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
     for name in dict.fromkeys((TRANSFORMERS, AUTOREGRESSIVE, *strategies)):
         for dtype, (target, draft) in models.items():
             if name == TRANSFORMERS:
-                ways[name, dtype] = _by_transformers(target, temperature, max_new_tokens)
+                ways[name, dtype] = transformers_way(target, max_new_tokens, Sampling(temperature))
             elif name == AUTOREGRESSIVE:
-                ways[name, dtype] = _ours(target, None, None, temperature, max_new_tokens)
+                ways[name, dtype] = our_way(target, None, **common)
             elif name == PLAN and dtype in plans:
-                ways[name, dtype] = _ours(target, draft, plans[dtype], temperature, max_new_tokens)
+                ways[name, dtype] = our_way(target, draft, tree=plans[dtype], **common)
             elif name in trees and not (temperature == 0 and isinstance(trees[name], SampledTree)):
-                ways[name, dtype] = _ours(target, draft, trees[name], temperature, max_new_tokens)
+                ways[name, dtype] = our_way(target, draft, tree=trees[name], **common)
     return ways
-
-
-def _by_transformers(target: "Target", temperature: float, max_new_tokens: int) -> Way:
-    def run(ids: Tensor, seed: int, **changed: Any) -> list[int]:
-        torch.manual_seed(seed)
-        return transformers_generate(target, ids, changed.get("max_new_tokens", max_new_tokens), Sampling(temperature))
-
-    return run
-
-
-def _ours(target: "Target", draft: Any, tree: TreeSpec, temperature: float, max_new_tokens: int) -> Way:
-    common = dict(max_new_tokens=max_new_tokens, temperature=temperature, tree=tree)
-
-    def run(ids: Tensor, seed: int, **changed: Any) -> GenerateOutput:
-        return generate(target, draft, ids, seed=seed, **{**common, **changed})
-
-    return run

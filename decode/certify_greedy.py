@@ -9,7 +9,8 @@ from torch import Tensor
 
 from draftwood.decode import generate as loop
 from draftwood.decode.certificate import Evidence
-from draftwood.decode.evaluate import transformers_generate
+from draftwood.decode.evaluate import first_difference, transformers_generate
+from draftwood.decode.prompts import padded
 from draftwood.decode.rehearsal import Rehearsal
 from draftwood.decode.verify import Sampling
 
@@ -64,12 +65,10 @@ def find_difference(
     """The first difference between two continuations of `ids` [1, T], None where there is none."""
     if ours == theirs:
         return None
-    shared = min(len(ours), len(theirs))
-    position = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    position, mine, other = first_difference(ours, theirs)
     context = torch.cat([ids, ids.new_tensor([theirs[:position]])], dim=1)
     logits = target.model(context, use_cache=False).logits[0, -1].float()
     top = logits.topk(2).values.tolist()
-    mine, other = (text[position] if position < len(text) else None for text in (ours, theirs))
     shortfall = None if mine is None else top[0] - float(logits[mine])
     return Difference(prompt, position, mine, other, top[0] - top[1], shortfall, threshold(target.dtype, top[0]))
 
@@ -96,7 +95,7 @@ def certify_greedy(
         got = [out.tokens[0] for out in outputs]
         name = "greedy, the draft alone" if tree is None else f"greedy, {tree}"
         evidence.append(_judge(target, name, prompts, got, texts, max_new_tokens, sum(f.accepted for f in forwards)))
-    batch, mask = _padded(prompts)
+    batch, mask = padded(prompts)
     common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=0.0, attention_mask=mask)
     for name, proposer, tree in (
         ("greedy, all prompts in one batch", draft, trees[0]),
@@ -106,14 +105,6 @@ def certify_greedy(
         accepted = sum(f.accepted for row in out.rows for f in row.forwards)
         evidence.append(_judge(target, name, prompts, out.tokens, texts, max_new_tokens, accepted))
     return evidence
-
-
-def _padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """[B, T] ids and mask, padded on the left."""
-    width = max(ids.shape[1] for ids in prompts)
-    pad = [torch.nn.functional.pad(ids, (width - ids.shape[1], 0)) for ids in prompts]
-    mask = [torch.nn.functional.pad(torch.ones_like(ids), (width - ids.shape[1], 0)) for ids in prompts]
-    return torch.cat(pad), torch.cat(mask)
 
 
 def _judge(

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftwood.decode import generate as loop
 from draftwood.decode.certificate import Evidence
 from draftwood.decode.evaluate import transformers_generate
+from draftwood.decode.prompts import padded
 from draftwood.decode.rehearsal import Rehearsal, tokens_needed
 from draftwood.decode.verify import Sampling
 from draftwood.models import gates
@@ -54,9 +55,7 @@ def _follow(target: "Target", name: str, prompts: list[Tensor], steps: int) -> E
     needed = tokens_needed(len(prompts), steps)
     texts = [_greedy(target, ids, needed) for ids in prompts]
     watched = _Watched(target)
-    width = max(ids.shape[1] for ids in prompts)
-    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in prompts])
-    mask = torch.cat([(torch.arange(width) >= width - row.shape[1])[None] for row in prompts]).long().to(ids.device)
+    ids, mask = padded(prompts)
     blocks = loop.stream(
         watched,  # type: ignore[arg-type]  # a target in all but its class
         Rehearsal(texts, target.vocab_size),

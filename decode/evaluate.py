@@ -72,23 +72,14 @@ def evaluate_drafts(
         raise ValueError(f"repeats is {repeats}; expected 1 or more")
     sampling = Sampling(temperature, top_k, top_p)
     common = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-
-    def ours(draft: Draft) -> Way:
-        def run(ids: Tensor, seed: int, **changed: Any) -> GenerateOutput:
-            # lookup and lookahead draft without a draft: the baseline must not
-            return generate(
-                target, draft, ids, tree=None if draft is None else tree, seed=seed, **{**common, **changed}
-            )
-
-        return run
-
-    def by_transformers(ids: Tensor, seed: int, **changed: Any) -> list[int]:
-        torch.manual_seed(seed)
-        return transformers_generate(target, ids, changed.get("max_new_tokens", max_new_tokens), sampling)
-
-    ways: dict[str, Way] = {f"{SPECULATIVE}: {name}": ours(draft) for name, draft in drafts.items()}
+    ways: dict[str, Way] = {
+        # lookup and lookahead draft without a draft: None must not
+        f"{SPECULATIVE}: {name}": our_way(target, draft, tree=None if draft is None else tree, **common)
+        for name, draft in drafts.items()
+    }
     if baseline:
-        ways |= {LOOP: ours(None), TRANSFORMERS: by_transformers}
+        ways[LOOP] = our_way(target, None, **common)
+        ways[TRANSFORMERS] = transformers_way(target, max_new_tokens, sampling)
     settings = {
         name: {
             **_describe(target, draft, tree),
@@ -148,6 +139,25 @@ def _report(
     )
 
 
+def our_way(target: "Target", draft: Draft, **settings: Any) -> Way:
+    """Our `generate` with these settings."""
+
+    def run(ids: Tensor, seed: int, **changed: Any) -> GenerateOutput:
+        return generate(target, draft, ids, seed=seed, **{**settings, **changed})
+
+    return run
+
+
+def transformers_way(target: "Target", max_new_tokens: int, sampling: Sampling) -> Way:
+    """`transformers_generate`, from a seed."""
+
+    def run(ids: Tensor, seed: int, **changed: Any) -> list[int]:
+        torch.manual_seed(seed)
+        return transformers_generate(target, ids, changed.get("max_new_tokens", max_new_tokens), sampling)
+
+    return run
+
+
 @torch.no_grad()
 def transformers_generate(target: "Target", input_ids: Tensor, max_new_tokens: int, sampling: Sampling) -> list[int]:
     """New tokens of one row [1, T] by transformers' own generate, with the target's own processors and `sampling`."""
@@ -183,13 +193,19 @@ def _record(prompt: Prompt, row: dict[str, Outcome]) -> PromptRecord:
 
 
 def _mismatch(target: "Target", number: int, ids: Tensor, ours: list[int], theirs: list[int]) -> Mismatch:
-    shared = min(len(ours), len(theirs))
-    position = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    position, *tokens = first_difference(ours, theirs)
     ids = ids.to(target.device)
     context = torch.cat([ids, torch.tensor([ours[:position]], dtype=ids.dtype, device=ids.device)], dim=1)
     top = target.head(target.features(context)[:, -1]).float().topk(2).values[0]
-    tokens = tuple(text[position] if position < len(text) else None for text in (ours, theirs))
-    return Mismatch(number, position, tokens, float(top[0] - top[1]))  # type: ignore[arg-type]
+    return Mismatch(number, position, tuple(tokens), float(top[0] - top[1]))  # type: ignore[arg-type]
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> tuple[int, int | None, int | None]:
+    """Where two different texts part, and the token of each there; None where it has ended."""
+    shared = min(len(ours), len(theirs))
+    position = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    mine, other = (text[position] if position < len(text) else None for text in (ours, theirs))
+    return position, mine, other
 
 
 def _by_category(prompts: list[Prompt], stats: list[RowStats]) -> dict[str, float]:

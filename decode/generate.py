@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
@@ -162,7 +163,7 @@ def stream(
     texts = [prompt.tolist() for prompt in prompts] if stop_strings else []
     stopping = Stopping(max_new_tokens, ends, stop_strings, target.tokenizer, texts)
     make = with_custom(processors_of(target, generation_config, sorted(ends), max_new_tokens), logits_processor)
-    decoding = _Decoding(target, proposer, sampling, generator, stopping, PathProcessors(make, prompts))
+    decoding = _Decoding(target, proposer, sampling, generator, stopping, PathProcessors(make, prompts), prompts)
     return _blocks(decoding, input_ids, attention_mask)
 
 
@@ -206,6 +207,7 @@ class _Decoding:
         generator: torch.Generator | None,
         stopping: Stopping,
         processors: PathProcessors,
+        prompts: list[Tensor],
     ):
         self.target = target
         self.proposer = proposer
@@ -214,6 +216,7 @@ class _Decoding:
         self.generator = generator
         self.stopping = stopping
         self.processors = None if processors.is_empty else processors
+        self.prompts = prompts
         self.output = GenerateOutput(tokens=[])
 
     @torch.no_grad()
@@ -230,7 +233,7 @@ class _Decoding:
         self.roots = self.sampling.draw(logits[:, 0], self.generator)
         new = self._emit([[token] for token in self.roots.tolist()])
         if self._room() > 0 and self.proposer is not None:
-            compact = _compact(input_ids, attention_mask, self.state.lengths)
+            compact = pad_sequence(self.prompts, batch_first=True)  # from the left, as the features of the state are
             self.proposer.start(compact, list(self.state.lengths), self.state.features, self.roots)
         self.state.features = self.state.features.new_empty(0)  # [B, T, D], of no use from here on
         self.output.timings["prefill_s"] = perf_counter() - started
@@ -324,13 +327,3 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
     if attention_mask is None:
         return list(input_ids)
     return [ids[mask] for ids, mask in zip(input_ids, attention_mask.to(input_ids.device).bool(), strict=True)]
-
-
-def _compact(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """Every row's real tokens from the left, as the features of the state are."""
-    if attention_mask is None:
-        return input_ids
-    ids = torch.zeros(len(lengths), max(lengths), dtype=input_ids.dtype, device=input_ids.device)
-    for row, prompt in zip(ids, _prompts(input_ids, attention_mask), strict=True):
-        row[: len(prompt)] = prompt
-    return ids

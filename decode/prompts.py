@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 
@@ -117,6 +118,14 @@ def prompts_from_rows(
             prompts.append(Prompt(f"{number}.{turn}" if every_turn else str(number), ids, turn=turn))
     prompts = prompts[:limit]
     return _checked(PromptSet(name, prompts, too_long))
+
+
+def padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One batch of prompts [1, T] each: ids and mask [B, T], padded on the left."""
+    width = max(ids.shape[1] for ids in prompts)
+    pad = [F.pad(ids, (width - ids.shape[1], 0)) for ids in prompts]
+    mask = [F.pad(torch.ones_like(ids), (width - ids.shape[1], 0)) for ids in prompts]
+    return torch.cat(pad), torch.cat(mask)
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:
