@@ -85,3 +85,14 @@ class TreeTables:
             columns.append(torch.where(self.depth >= distance, node, self.depth - distance))
             node = self.parents.gather(1, node.clamp(min=0))
         return torch.stack(columns, dim=-1)
+
+
+def newest_ancestors(ancestors: Tensor) -> Tensor:
+    """The parents of nodes that grow a tree: [R, m] int64, places from 1 among the nodes before them, 0 where none is.
+
+    Args:
+        ancestors: [R, m, earlier] bool, which of the earlier nodes are ancestors. The one added last is the parent.
+    """
+    if ancestors.shape[-1] == 0:
+        return torch.zeros(ancestors.shape[:-1], dtype=torch.int64, device=ancestors.device)
+    return (ancestors * torch.arange(1, ancestors.shape[-1] + 1, device=ancestors.device)).amax(-1)

@@ -50,6 +50,27 @@ class DraftConfig:
             raise ValueError(f"the draft's config {values} is not one this version can honour: {error}") from None
 
 
+def sorted_vocab(draft_vocab: Tensor | None) -> Tensor | None:
+    """A draft vocabulary as drafts keep it: [Vd] int64, ascending."""
+    return None if draft_vocab is None else draft_vocab.to(torch.int64).sort().values
+
+
+def draw_linear_weights(module: nn.Module) -> None:
+    """Fresh weights for every linear layer in `module`, so that outputs are as large as inputs; biases are 0."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+def take_scale(norm: nn.RMSNorm, target: "Target") -> None:
+    """Gives `norm` the weight of the target's final norm: predicted features begin with the scale of its own."""
+    weight = getattr(target.final_norm, "weight", None)
+    if weight is not None:
+        norm.weight.data.copy_(weight.float())
+
+
 # (stream 0, outputs of the step before, embeddings) -> outputs
 AlignStep = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 

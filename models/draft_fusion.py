@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from draftwood.models.draft_base import Draft, DraftConfig, State
+from draftwood.models.draft_base import Draft, DraftConfig, State, draw_linear_weights, sorted_vocab, take_scale
 from draftwood.models.layers import RMSNorm
 
 if TYPE_CHECKING:
@@ -63,16 +63,10 @@ class FusionDraft(Draft[State]):
     @classmethod
     def untrained(cls, config: FusionConfig, target: "Target", draft_vocab: Tensor | None) -> Self:
         """With fresh weights in float32, on the target's device."""
-        draft = cls(config, target, None if draft_vocab is None else draft_vocab.to(torch.int64).sort().values)
-        for module in draft.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        weight = getattr(target.final_norm, "weight", None)
-        if config.norms == "all" and weight is not None:
-            # predicted features get the scale of the target's from the start
-            draft.norm.weight.data.copy_(weight.float())
+        draft = cls(config, target, sorted_vocab(draft_vocab))
+        draw_linear_weights(draft)
+        if config.norms == "all":
+            take_scale(draft.norm, target)
         return draft.to(target.device)
 
     def fuse(self, stream: Tensor, embeddings: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftwood.models.draft import layer_shape, max_length
 from draftwood.models.draft_attention import AttentionDraft, AttentionLayer, Rotary
-from draftwood.models.draft_base import DraftConfig
+from draftwood.models.draft_base import DraftConfig, draw_linear_weights, sorted_vocab, take_scale
 from draftwood.models.layers import Attention, FeedForward, LayerShape, RMSNorm
 
 if TYPE_CHECKING:
@@ -86,17 +86,14 @@ class Eagle3Draft(AttentionDraft):
             taps: the layers whose inputs it reads, ascending; None: a low, a middle and a high one, as published.
         """
         cls.prepare_target(target, taps=taps)
-        vocab = None if draft_vocab is None else draft_vocab.to(torch.int64).sort().values
+        vocab = sorted_vocab(draft_vocab)
         config = Eagle3Config(layer_shape(target), max_length=max_length(target), taps=target.taps)
         draft = cls(config, target, vocab)
-        for module in draft.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        draw_linear_weights(draft)
+        take_scale(draft.norm, target)
         with torch.no_grad():
             head = target.head_weight if vocab is None else target.head_weight[vocab]
             draft.lm_head.weight.copy_(head.float() * target.logit_scale)
-            if (weight := getattr(target.final_norm, "weight", None)) is not None:
-                draft.norm.weight.copy_(weight.float())
         return draft.to(target.device)
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from draftwood.kernels.tables import newest_ancestors
 from draftwood.models.draft import max_length
 from draftwood.models.target import Target, load_target
 from draftwood.models.tree import Tree, root_tree
@@ -132,11 +133,9 @@ class LanguageDraft:
         """Adds nodes of one depth and returns the model's features [B, m, H]; arguments as `Draft.expand`."""
         batch, m = ids.shape
         earlier = ancestors[..., :-m].expand(batch, -1, -1)
-        # Of a node's ancestors the one added last is its parent; node 0, the root, stands before all that were added.
-        place = torch.arange(1, earlier.shape[-1] + 1, device=ids.device)
-        parents = (earlier * place).amax(-1) if len(place) else torch.zeros_like(ids)
         state.nodes = torch.cat([state.nodes, self._known(ids)], 1)
-        state.parents = torch.cat([state.parents, parents], 1)
+        # node 0, the root, stands before all that were added
+        state.parents = torch.cat([state.parents, newest_ancestors(earlier)], 1)
         assert state.decode is not None
         return self.model.verify(state.decode, state.nodes, Tree(state.parents, max_depth=depth)).features[:, -m:]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftwood.kernels.tables import TreeTables
+from draftwood.kernels.tables import TreeTables, newest_ancestors
 from draftwood.models.draft import layer_shape
 from draftwood.models.draft_base import AlignStep
 from draftwood.models.draft_fusion import FusionConfig, FusionDraft, Norms
@@ -127,9 +127,7 @@ def _grown(tables: TreeTables | None, ancestors: Tensor, depth: int) -> TreeTabl
         return TreeTables(parents, ancestors, torch.full_like(parents, depth), depth)
     rows = max(len(ancestors), tables.num_rows)
     ancestors = ancestors.expand(rows, -1, -1)
-    # A node's parent is the last of its ancestors, in the order of the levels.
-    places = torch.arange(1, tables.num_nodes + 1, device=ancestors.device)
-    parents = (ancestors[..., :-new] * places).amax(-1) - 1
+    parents = newest_ancestors(ancestors[..., :-new]) - 1
     return TreeTables(
         torch.cat([tables.parents.expand(rows, -1), parents], 1),
         torch.cat([F.pad(tables.ancestors.expand(rows, -1, -1), (0, new)), ancestors], 1),

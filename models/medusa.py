@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftwood.models.draft import max_length
-from draftwood.models.draft_base import AlignStep, Draft, DraftConfig
+from draftwood.models.draft_base import AlignStep, Draft, DraftConfig, sorted_vocab
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -77,8 +77,7 @@ class MedusaDraft(Draft[MedusaState]):
             draft_vocab: [Vd] int64 token ids the draft can propose; None is the target's whole vocabulary.
         """
         config = MedusaConfig(MedusaShape(target.hidden_dim), max_length=max_length(target), num_heads=num_heads)
-        vocab = None if draft_vocab is None else draft_vocab.to(torch.int64).sort().values
-        return cls(config, target, vocab).to(target.device)
+        return cls(config, target, sorted_vocab(draft_vocab)).to(target.device)
 
     @property
     def max_depth(self) -> int:
