@@ -116,10 +116,15 @@ def reference_parts(
         if weights.acceptance:
             accepted = acceptance_term(sayable, r, log_q, weights.acceptance_eta)
         parts.append(torch.stack([feature.sum(), ce.sum(), topk.sum(), accepted.sum()]))
-        above = (log_q > log_q.gather(1, greedy.clamp(min=0)[:, None])).sum(-1)
-        rank = torch.where(log_q.argmax(-1) == greedy, 0, above.clamp(min=1))
-        ranks.append(torch.where(greedy >= 0, rank, log_q.shape[-1]))
+        ranks.append(ranks_of(log_q, greedy))
     return torch.stack(parts), torch.stack(ranks)
+
+
+def ranks_of(log_q: Tensor, greedy: Tensor) -> Tensor:
+    """Ranks [R] int64, as in `distill_loss.DistillOutput`, of the places `greedy` [R] in log q [R, Vd]."""
+    above = (log_q > log_q.gather(1, greedy.clamp(min=0)[:, None])).sum(-1)
+    ranks = torch.where(log_q.argmax(-1) == greedy, 0, above.clamp(min=1))
+    return torch.where(greedy >= 0, ranks, log_q.shape[-1])
 
 
 def acceptance_term(p: Tensor, r: Tensor, log_q: Tensor, eta: float | None) -> Tensor:

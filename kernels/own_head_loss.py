@@ -19,7 +19,7 @@ from draftwood.kernels.distill_loss import (
     chunk_rows,
     teacher_statistics,
 )
-from draftwood.kernels.distill_terms import acceptance_term
+from draftwood.kernels.distill_terms import acceptance_term, ranks_of, wide
 
 
 def own_head_loss(
@@ -51,7 +51,7 @@ def own_head_loss(
     rows_per_chunk = rows_per_chunk or chunk_rows(len(head.weight))
     if statistics is None:
         statistics = teacher_statistics(features, head, rows_per_chunk)
-    total = weight.new_zeros((), dtype=torch.promote_types(head.weight.dtype, torch.float32))
+    total = weight.new_zeros((), dtype=wide(head.weight.dtype))
     parts = torch.zeros(len(outputs), 4, dtype=total.dtype, device=features.device)
     ranks = torch.empty(len(outputs), len(features), dtype=torch.int64, device=features.device)
     # so that no rows at all still have a gradient, of zero, for processes that wait for one of every parameter
@@ -79,12 +79,12 @@ def _teacher(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tokens and p of the Top-K term [C, K], r [C, Vd], the mass of p that it shares [C], the greedy place [C]."""
     logits = (features.to(head.weight.dtype) @ head.draft_weight.T) * head.scale
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    precise = wide(logits.dtype)
     top, ids = logits.topk(min(weights.k, logits.shape[-1]))
-    probs = torch.exp(top.to(wide) - statistics.normaliser.to(wide)[:, None])
+    probs = torch.exp(top.to(precise) - statistics.normaliser.to(precise)[:, None])
     argmax = statistics.argmax if head.positions is None else head.positions[statistics.argmax]
-    sayable = torch.exp(torch.logsumexp(logits.to(wide), -1) - statistics.normaliser.to(wide))
-    return ids, probs, torch.softmax(logits, -1, dtype=wide), sayable, argmax
+    sayable = torch.exp(torch.logsumexp(logits.to(precise), -1) - statistics.normaliser.to(precise))
+    return ids, probs, torch.softmax(logits, -1, dtype=precise), sayable, argmax
 
 
 def _step(
@@ -106,7 +106,5 @@ def _step(
         p = restricted * sayable[:, None]
         accepted = acceptance_term(p, restricted, log_q, weights.acceptance_eta).sum()
     with torch.no_grad():
-        above = (log_q > log_q.gather(1, argmax.clamp(min=0)[:, None])).sum(-1)
-        ranks = torch.where(log_q.argmax(-1) == argmax, 0, above.clamp(min=1))
-        ranks = torch.where(argmax >= 0, ranks, log_q.shape[-1])
+        ranks = ranks_of(log_q, argmax)
     return ce, topk, accepted, ranks
