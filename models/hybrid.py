@@ -15,6 +15,7 @@ from transformers import BambaConfig, BambaForCausalLM
 from transformers.models.bamba import modeling_bamba
 
 from draftwood.kernels.chunk_scan import chunk_scan
+from draftwood.kernels.decay import discretize
 
 # Models, attention layers and mixers are transformers' own classes, whose attributes type checkers can't follow: Any.
 # Inputs of the convolution's SiLU are made this small, where it is close to x / 2.
@@ -151,8 +152,7 @@ def _scan(
     dt_limit: tuple[float, float],
     **_: Any,
 ) -> Tensor:
-    dt = F.softplus(dt.float() + dt_bias).clamp(*dt_limit)
-    return chunk_scan(hidden_states, dt, A, B, C, D)
+    return chunk_scan(hidden_states, discretize(dt, dt_bias, True, dt_limit), A, B, C, D)
 
 
 def _conv(hidden_states: Tensor, weight: Tensor, bias: Tensor, activation: str, **_: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """What trains a hybrid: each mixer against the attention layer it replaces, then the whole against the original."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -83,19 +84,11 @@ class Distilling(nn.Module):
         return {"loss": out.loss}
 
 
-class Precision:
+@contextmanager
+def lean_precision(device_type: str) -> Iterator[None]:
     """bfloat16 where matmuls are, and the matrix form of the scan."""
-
-    def __init__(self, device_type: str):
-        self.contexts = (torch.autocast(device_type, torch.bfloat16), matrix_scan())
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
+    with torch.autocast(device_type, torch.bfloat16), matrix_scan():
+        yield
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ Two stages, as in MOHAWK (arXiv 2408.10189) and MambaInLlama (arXiv 2408.15237):
 """
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,13 +27,12 @@ from draftwood.models.assets import cache_root
 from draftwood.models.hybrid import build_hybrid, replaced
 from draftwood.models.target import load_target, load_tokenizer
 from draftwood.train.checkpoints import package_versions
-from draftwood.train.hybrid_stages import Agreement, Distilling, Fitting, Mixers, Precision, agreement, measure
+from draftwood.train.hybrid_stages import Agreement, Distilling, Fitting, Mixers, agreement, lean_precision, measure
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.token_blocks import TokenBlocks
 from draftwood.train.tracking import StopRequest
 
 _STATE = "training.pt"
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Hybridizer:
         config, accelerator, progress = self.config, self.accelerator, self.progress
         loss = Distilling(self.model, self._mixers()) if stage == "distil" else Fitting(self.model, self.mixers)
         if isinstance(loss, Fitting) and progress.batches == 0:
-            with self._precision(), torch.no_grad():
+            with lean_precision(self.accelerator.device.type), torch.no_grad():
                 loss.scale(self._batch())
         trained = accelerator.prepare(loss) if accelerator.num_processes > 1 else loss
         parameters = [p for p in self.mixers.parameters() if p.requires_grad]
@@ -154,7 +152,7 @@ class Hybridizer:
             self.saved = None
         started = perf_counter()
         while progress.step < steps:
-            with self._precision():
+            with lean_precision(self.accelerator.device.type):
                 figures = trained(self._batch())
             accelerator.backward(figures["loss"])
             norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
@@ -179,13 +177,10 @@ class Hybridizer:
         share = ids[self.accelerator.process_index :: self.accelerator.num_processes]
         return share.to(self.accelerator.device)
 
-    def _precision(self) -> Any:
-        return Precision(self.accelerator.device.type)
-
     def _choose(self) -> None:
         """Keeps the layers whose mixers alone change the original least."""
         blocks = self.held_out.batch(0, min(8, len(self.held_out))).to(self.accelerator.device)
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), lean_precision(self.accelerator.device.type):
             wanted = self.model(blocks, use_cache=False).logits
             for layer, mixer in self._mixers().items():
                 with replaced(self.model.model.layers[layer].self_attn, mixer):
