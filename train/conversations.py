@@ -52,6 +52,12 @@ class SourceRow:
     value: Any = None
     error: RowError | None = None
 
+    @property
+    def source_id(self) -> str:
+        """The row's own id as text that can be encoded, "" if it has none."""
+        found = self.value.get("id")
+        return "" if found is None else str(found).encode(errors="backslashreplace").decode()
+
 
 def read_rows(path: str | Path) -> Iterator[SourceRow]:
     """Every entry of a JSON array or JSON Lines file, in order, in memory one block at a time.

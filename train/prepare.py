@@ -286,9 +286,7 @@ def _conversations(sources: list[Source], account: RowAccount, policy: TurnPolic
             except RowError as error:
                 own.drop(row.number, row.line, error)
                 continue
-            source_id = "" if row.value.get("id") is None else str(row.value["id"])
-            source_id = source_id.encode(errors="backslashreplace").decode()
-            yield Conversation(own, row.number, row.line, source_id, messages, changes, digest, times)
+            yield Conversation(own, row.number, row.line, row.source_id, messages, changes, digest, times)
 
 
 def _limited(source: Source, account: RowAccount) -> Iterator[SourceRow]:

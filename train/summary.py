@@ -6,6 +6,7 @@ from rich.table import Table
 
 from draftwood.configs.schema import RunConfig
 from draftwood.kernels.distill_loss import chunk_rows
+from draftwood.models.harmony import BLOCK
 from draftwood.models.target import Target
 from draftwood.train.batches import padding_share
 from draftwood.train.mask_view import mask_view
@@ -75,7 +76,7 @@ def training_bytes(run: Run) -> float:
     rows = config.loop.batch_size * longest
     # per row and align step: norms and residuals in float32, projections and the feed-forward layer in `width` bytes
     per_row = 4 * 10 * shape.hidden_dim + width * (4 * shape.hidden_dim + 4 * shape.intermediate_dim)
-    scores = 3 * 4 * config.loop.batch_size * shape.num_heads * longest * min(longest, 512)
+    scores = 3 * 4 * config.loop.batch_size * shape.num_heads * longest * min(longest, BLOCK)
     activations = run.measured.align.steps * (rows * per_row * run.module.draft.config.num_layers + scores)
     vocab = run.module.head.draft_weight.shape[0]
     logits = min(config.loop.rows_per_chunk or chunk_rows(run.module.head.weight.shape[0]), 4 * rows) * vocab * width

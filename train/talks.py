@@ -68,11 +68,9 @@ def read_talks(
             except RowError as error:
                 dropped[error.reason] += 1
                 continue
-            source_id = "" if row.value.get("id") is None else str(row.value["id"])
-            source_id = source_id.encode(errors="backslashreplace").decode()
             system = [message for message in messages if message["role"] == "system"]
             turns = [message["content"] for message in messages if message["role"] == "user"]
-            yield Talk(source.name, row.number, source_id, system, turns)
+            yield Talk(source.name, row.number, row.source_id, system, turns)
 
 
 def _prompts(turns: list[tuple[str, str]], policy: TurnPolicy) -> list[Message]:
