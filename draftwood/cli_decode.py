@@ -10,8 +10,10 @@ import typer
 
 from draftwood.cli_options import (
     DeviceOption,
+    DraftOption,
     DtypeOption,
     NewTokensOption,
+    SeedOption,
     TargetOption,
     TemperatureOption,
     TopKOption,
@@ -33,13 +35,13 @@ ColourOption = Annotated[
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from the standard input.")],
     target: TargetOption = "smollm2-135m",
-    draft: Annotated[Path | None, typer.Option(help="Folder of a draft, or model:<language model>.")] = None,
+    draft: DraftOption = None,
     tree: TreeOption = "dynamic",
     max_new_tokens: NewTokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    seed: SeedOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     colour_drafts: ColourOption = False,
@@ -62,14 +64,14 @@ def generate(
 @app.command()
 def chat(
     target: TargetOption = "smollm2-135m",
-    draft: Annotated[Path | None, typer.Option(help="Folder of a draft, or model:<language model>.")] = None,
+    draft: DraftOption = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     tree: TreeOption = "dynamic",
     max_new_tokens: NewTokensOption = 512,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    seed: SeedOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     colour_drafts: ColourOption = False,

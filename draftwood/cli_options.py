@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from draftwood.decode.prompts import PromptSet
 
 TargetOption = Annotated[str, typer.Option("--target", help="Built-in name, folder or hub id of the target.")]
+DraftOption = Annotated[Path | None, typer.Option(help="Folder of a draft, or model:<language model>.")]
+SeedOption = Annotated[int | None, typer.Option(help="Of the sampling.")]
 TreeOption = Annotated[
     str,
     typer.Option(
