@@ -78,3 +78,9 @@ def overrides_for(folder: Path) -> list[str]:
         "loop.save_every=100",
         "optimizer.lr=0.01",
     ]
+
+
+def log_of(config: RunConfig, kind: str = "train") -> list[dict]:
+    """What the run of `config` has logged of that kind."""
+    lines = (Path(config.output) / config.name / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]

@@ -1,10 +1,14 @@
-"""A byte-level tokenizer of some 300 tokens trained on the spot, and chat templates with the habits of real ones."""
+"""A byte-level tokenizer of some 300 tokens trained on the spot, chat templates with the habits of real ones, and what
+distillations small enough for a test run on."""
 
 from collections.abc import Callable
 
 import pytest
+import tiny_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from draftwood.models.target import load_target
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -75,3 +79,16 @@ def chat_tokenizer(_backend: str) -> Callable[[str], PreTrainedTokenizerFast]:
         )
 
     return make
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A folder with a tiny target and conversations, as `tiny_run.make` writes them."""
+    folder = tmp_path_factory.mktemp("workshop")
+    tiny_run.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(workshop):
+    return load_target(str(workshop / "target"))

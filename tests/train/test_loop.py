@@ -7,10 +7,10 @@ import tiny_run
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from tiny_run import log_of
 
 from draftwood.kernels.distill_loss import DistillHead
 from draftwood.models.checkpoint import load_draft
-from draftwood.models.target import load_target
 from draftwood.train import loop
 from draftwood.train.batches import collate
 from draftwood.train.checkpoints import Checkpoints
@@ -22,18 +22,6 @@ from draftwood.train.prepare import load_rows
 from draftwood.train.rows import supervised_rows
 from draftwood.train.run import set_up
 from draftwood.train.setup import build_draft, loss_weights
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("workshop")
-    tiny_run.make(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def target(workshop):
-    return load_target(str(workshop / "target"))
 
 
 @pytest.fixture
@@ -48,11 +36,6 @@ def weights(path):
 
 def last_checkpoint(config):
     return Checkpoints(loop.Path(config.output) / config.name, 1).latest()
-
-
-def log_of(config, kind="train"):
-    lines = (loop.Path(config.output) / config.name / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def assert_same_weights(a, b):

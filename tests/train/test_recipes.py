@@ -15,13 +15,6 @@ COMPARED = ["eagle", "hass-acceptance"]
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("workshop")
-    tiny_run.make(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def config(workshop):
     return tiny_run.config(workshop, "loop.epochs=1", "draft.draft_vocab_size=32", "evaluate.max_new_tokens=6")
 

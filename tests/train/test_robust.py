@@ -16,27 +16,15 @@ import tiny_run
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from tiny_run import log_of
 
 from draftwood.configs.load import load_config
-from draftwood.models.target import load_target
 from draftwood.train import run as run_module
 from draftwood.train.checkpoints import OldCheckpoint
 from draftwood.train.launch import main
 from draftwood.train.loop import ResumeError, Stopped, distill
 from draftwood.train.mask_view import mask_view
 from draftwood.train.summary import dry_run
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("workshop")
-    tiny_run.make(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def target(workshop):
-    return load_target(str(workshop / "target"))
 
 
 @pytest.fixture
@@ -46,11 +34,6 @@ def make_config(workshop, tmp_path):
 
 def run_folder(config):
     return Path(config.output) / config.name
-
-
-def log_of(config, kind):
-    lines = (run_folder(config) / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def cut_off(path):

@@ -1,15 +1,14 @@
 """Runs of several stages: what holds when, schedules, and going on exactly wherever they were stopped."""
 
-import json
 from pathlib import Path
 
 import pytest
 import tiny_run
 import torch
 from safetensors.torch import load_file
+from tiny_run import log_of
 
 from draftwood.configs.load import load_config
-from draftwood.models.target import load_target
 from draftwood.train import loop
 from draftwood.train.loop import distill
 from draftwood.train.optim import schedule
@@ -18,26 +17,9 @@ from draftwood.train.stages import measured_config, plan_stages
 TWO = "stages=[{epochs: 2, align: {steps: 1, topk_weight: 0.0}}, {epochs: 1, optimizer: {lr: 0.002}}]"
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("workshop")
-    tiny_run.make(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def target(workshop):
-    return load_target(str(workshop / "target"))
-
-
 @pytest.fixture
 def make_config(workshop, tmp_path):
     return lambda *overrides: tiny_run.config(workshop, f"output={tmp_path}", "loop.epochs=1", *overrides)
-
-
-def log_of(config, kind="train"):
-    lines = (Path(config.output) / config.name / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def last_weights(config):
