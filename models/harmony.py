@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 # Rows of scores held at once; longer sequences are attended block by block and recomputed in the backward pass.
-BLOCK = 512
+BLOCK = 128
 
 
 def harmonized_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
