@@ -136,8 +136,10 @@ def hybridize(
     batch_size: Annotated[int, typer.Option(help="Blocks of a step, all processes together.")] = 4,
     lr: Annotated[float, typer.Option(help="Of the fit.")] = 1e-3,
     distil_lr: Annotated[float, typer.Option(help="Of the distillation.")] = 5e-4,
+    mixer_weight: Annotated[float, typer.Option(help="Of the mixers' errors beside the KL in the distillation.")] = 1.0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Of the order of the data and the new weights.")] = 0,
+    compile: Annotated[bool, typer.Option(help="Distil through torch.compile: faster, needs a C++ compiler.")] = False,
     tracker: Annotated[str, typer.Option(help="none, wandb or tensorboard.")] = "none",
     data_folder: Annotated[Path | None, typer.Option(help="Prepared rows; default: in the cache folder.")] = None,
 ) -> None:
@@ -149,8 +151,8 @@ def hybridize(
 
     numbers, num_auto = chosen_layers(layers)
     config = HybridizeConfig(
-        numbers, num_auto, fit_tokens, select_tokens, distil_tokens, length, batch_size, lr, distil_lr,
-        save_every=save_every, seed=seed,
+        numbers, num_auto, fit_tokens, select_tokens, distil_tokens, length, batch_size, lr, distil_lr, mixer_weight,
+        save_every=save_every, seed=seed, compile=compile,
     )  # fmt: skip
     console = Console(stderr=True)
     found = run(target, source, out, config, data_folder=data_folder, tracker=tracker, console=console)

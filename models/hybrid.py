@@ -184,6 +184,7 @@ class AttentionTaps:
             self.inputs.append(kwargs["hidden_states"])
             self.outputs.append(out[0])
 
+        self.inputs, self.outputs = [], []
         handles = [a.register_forward_hook(catch, with_kwargs=True) for a in self.attentions]
         try:
             yield

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftwood.kernels.distill_loss import DistillHead, DistillWeights, distill_loss
 from draftwood.models.hybrid import AttentionTaps, build_hybrid, initialise_scale, matrix_scan, mixer_for
+from draftwood.train.head_divergence import head_divergence
 
 
 class Agreement(NamedTuple):
@@ -27,9 +27,8 @@ class Mixers(nn.Module):
         self.mixers = nn.ModuleList(mixer_for(model, i) for i in layers)
 
     def forward(self, inputs: list[Tensor], outputs: list[Tensor]) -> Tensor:
-        """[layers]: the squared error of each mixer over the power of what its attention layer gave."""
-        found = zip(self.mixers, inputs, outputs, strict=True)
-        return torch.stack([(m(x).float() - y.float()).square().sum() / y.float().square().sum() for m, x, y in found])
+        """[layers]: `relative_error` of each mixer against what its attention layer gave."""
+        return torch.stack([relative_error(m(x), y) for m, x, y in zip(self.mixers, inputs, outputs, strict=True)])
 
     def keep(self, layers: Sequence[int]) -> None:
         """Drops the mixers of other layers."""
@@ -63,25 +62,63 @@ class Fitting(nn.Module):
 
 
 class Distilling(nn.Module):
-    """The hybrid as a whole: cross-entropy of its next-token distribution against the original's."""
+    """The hybrid as a whole: KL to the original's next-token distribution, and what its mixers give on the way.
 
-    def __init__(self, model: Any, mixers: dict[int, nn.Module]):
+    The second is the error of every mixer, fed with the hybrid's own states, against its attention layer in the
+    original; it tells each mixer what to correct where the KL alone only tells all of them together.
+    """
+
+    def __init__(self, model: Any, mixers: dict[int, nn.Module], mixer_weight: float, compiled: bool = False):
+        """`compiled`: with the layers of both models and the loss through `torch.compile`."""
         super().__init__()
         self.original = (model,)
         states = {layer: mixer.state_dict() for layer, mixer in mixers.items()}
         hybrid = build_hybrid(model, states).to(model.device, model.dtype).requires_grad_(False)
-        for layer, mixer in mixers.items():  # the very modules: they stay float32 and train
-            hybrid.model.layers[layer].mamba = mixer
+        self.kept = [_Kept(mixer) for mixer in mixers.values()]  # the very modules: they stay float32 and train
+        for layer, kept in zip(mixers, self.kept, strict=True):
+            hybrid.model.layers[layer].mamba = kept
         self.hybrid = hybrid
-        self.head = DistillHead.build(model.get_output_embeddings().weight, dtype=torch.bfloat16)
-        self.weights = DistillWeights(feature=0.0, ce=1.0, topk=0.0)
+        self.taps = AttentionTaps(model, list(mixers))
+        self.mixer_weight, self.compiled = mixer_weight, compiled
+        if compiled:
+            _compile_layers(model, hybrid)
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        with torch.no_grad():
-            wanted = self.original[0].model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        original = self.original[0]
+        with torch.no_grad(), self.taps.caught():
+            wanted = original.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
         found = self.hybrid.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        out = distill_loss([found], wanted, self.head, self.weights, num_rows=len(found))
-        return {"loss": out.loss}
+        kl = head_divergence(found, wanted, original.get_output_embeddings().weight, self.compiled)
+        errors = [relative_error(k.output, y) for k, y in zip(self.kept, self.taps.outputs, strict=True)]
+        error = torch.stack(errors).mean()
+        return {"loss": kl + self.mixer_weight * error, "kl": kl.detach(), "error": error.detach()}
+
+
+class _Kept(nn.Module):
+    """A mixer whose last output stays at hand."""
+
+    def __init__(self, mixer: nn.Module):
+        super().__init__()
+        self.mixer = mixer
+        self.output: Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.output = self.mixer(*args, **kwargs)
+        return self.output
+
+
+def _compile_layers(model: Any, hybrid: Any) -> None:
+    """Compiles what has no hook in it, layer by layer, so that equal layers share what is compiled."""
+    parts = [layer.mlp for layer in model.model.layers]
+    for layer in hybrid.model.layers:
+        parts += [layer.mamba.mixer, layer.feed_forward] if hasattr(layer, "mamba") else [layer]
+    for part in parts:
+        part.forward = torch.compile(part.forward)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """The squared error of `found` over the power of `wanted`, both of one shape, as []."""
+    return (found.float() - wanted.float()).square().sum() / wanted.float().square().sum()
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 Two stages, as in MOHAWK (arXiv 2408.10189) and MambaInLlama (arXiv 2408.15237):
 
     fit      every mixer learns its own attention layer's outputs from its inputs in the original model, all at once
-    distil   the hybrid as a whole learns the original's next-token distribution (KL); only the mixers train
+    distil   the hybrid as a whole learns the original's next-token distribution (KL), and its mixers go on learning
+             what their attention layers gave; only the mixers train
 
 `auto:<n>` replaces the n layers whose mixers, each alone in the original model, change its distribution least.
 """
@@ -33,6 +34,8 @@ from draftwood.train.token_blocks import TokenBlocks
 from draftwood.train.tracking import StopRequest
 
 _STATE = "training.pt"
+# Settings that may change when a run goes on.
+_FREE = ("save_every", "evaluate_blocks", "compile")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class HybridizeConfig:
         fit_tokens, select_tokens, distil_tokens: of the stages, all processes together; the choice comes after the
             first `select_tokens` of the fit.
         length: tokens of a block; batch_size: blocks of a step, all processes together.
+        mixer_weight: of the mixers' errors beside the KL.
+        compile: the layers through `torch.compile`; the values change by rounding.
     """
 
     layers: tuple[int, ...] = ()
@@ -55,11 +60,13 @@ class HybridizeConfig:
     batch_size: int = 4
     lr: float = 1e-3
     distil_lr: float = 5e-4
+    mixer_weight: float = 1.0
     warmup_steps: int = 20
     max_grad_norm: float = 1.0
     save_every: int = 50
     evaluate_blocks: int = 64
     seed: int = 0
+    compile: bool = False
 
 
 def chosen_layers(text: str) -> tuple[tuple[int, ...], int]:
@@ -104,7 +111,9 @@ class Hybridizer:
         self.held_out = TokenBlocks(validation, config.length, config.seed)
         candidates = config.layers or tuple(range(model.config.num_hidden_layers))
         self.progress = Progress("fit" if config.layers else "select", layers=list(candidates))
-        self.identity = {k: v for k, v in asdict(config).items() if k not in ("save_every", "evaluate_blocks")}
+        self.identity = {
+            k: v for k, v in asdict(config).items() if k not in ("save_every", "evaluate_blocks", "compile")
+        }
         self.saved = self._load()
         torch.manual_seed(config.seed)
         self.mixers = Mixers(model, self.progress.layers).to(accelerator.device)
@@ -139,7 +148,11 @@ class Hybridizer:
     def _train(self, stage: str, steps: int, stop: StopRequest) -> bool:
         """Trains to step `steps` of `stage`; False where `stop` came first."""
         config, accelerator, progress = self.config, self.accelerator, self.progress
-        loss = Distilling(self.model, self._mixers()) if stage == "distil" else Fitting(self.model, self.mixers)
+        loss: nn.Module
+        if stage == "distil":
+            loss = Distilling(self.model, self._mixers(), config.mixer_weight, config.compile)
+        else:
+            loss = Fitting(self.model, self.mixers)
         if isinstance(loss, Fitting) and progress.batches == 0:
             with lean_precision(self.accelerator.device.type), torch.no_grad():
                 loss.scale(self._batch())
@@ -270,7 +283,10 @@ def hybridize(
         return None
     hybrid.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    found = measure(model.float().cpu(), hybrid, run.held_out.batch(0, min(config.evaluate_blocks, len(run.held_out))))
+    with torch.compiler.set_stance("force_eager"):
+        found = measure(
+            model.float().cpu(), hybrid, run.held_out.batch(0, min(config.evaluate_blocks, len(run.held_out)))
+        )
     record = {
         "made_from": target,
         "source": source,
