@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from draftwood.models.target import Target
 
 Draft = Drafter | Proposer | None  # of any kind
+Drafting = tuple[Draft, TreeSpec]  # a draft and the tree that it fills
 
 
 def evaluate(
@@ -33,16 +34,22 @@ def evaluate(
     prompts: PromptSet,
     **settings: Any,
 ) -> Report:
-    """One draft on one set of prompts; settings and errors as `evaluate_drafts`."""
+    """One draft on one set of prompts; `tree`, settings and errors as `evaluate_drafts`."""
     return evaluate_drafts(target, {"draft": draft}, prompts, **settings)["draft"]
 
 
 def evaluate_drafts(
+    target: "Target", drafts: Mapping[str, Draft], prompts: PromptSet, *, tree: TreeSpec = None, **settings: Any
+) -> dict[str, Report]:
+    """Several drafts that fill one kind of tree; settings and errors as `evaluate_draftings`."""
+    return evaluate_draftings(target, {name: (draft, tree) for name, draft in drafts.items()}, prompts, **settings)
+
+
+def evaluate_draftings(
     target: "Target",
-    drafts: Mapping[str, Draft],
+    draftings: Mapping[str, Drafting],
     prompts: PromptSet,
     *,
-    tree: TreeSpec = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -54,11 +61,12 @@ def evaluate_drafts(
     identity: str = "",
     on_prompt: Callable[[int, int], None] | None = None,
 ) -> dict[str, Report]:
-    """Decodes every prompt with each draft and, with `baseline`, without one, by our loop and transformers' generate.
+    """Decodes every prompt with each draft and tree and, with `baseline`, without, by our loop and transformers'
+    generate.
 
     Args:
-        drafts: by name; a report comes back for each.
-        tree, max_new_tokens, temperature, top_k, top_p: as `generate`; transformers gets the same.
+        draftings: by name; a report comes back for each.
+        max_new_tokens, temperature, top_k, top_p: as `generate`; transformers gets the same.
         seed: of the sampling (prompt i uses seed + i) and of the bootstrap.
         repeats: times each way is run on a prompt; the median time counts.
         journal: file that keeps each prompt's outcome, so that an interrupted evaluation goes on where it was.
@@ -75,7 +83,7 @@ def evaluate_drafts(
     ways: dict[str, Way] = {
         # lookup and lookahead draft without a draft: None must not
         f"{SPECULATIVE}: {name}": our_way(target, draft, tree=None if draft is None else tree, **common)
-        for name, draft in drafts.items()
+        for name, (draft, tree) in draftings.items()
     }
     if baseline:
         ways[LOOP] = our_way(target, None, **common)
@@ -88,7 +96,7 @@ def evaluate_drafts(
             "repeats": repeats,
             "prompts left out as too long": prompts.num_too_long,
         }
-        for name, draft in drafts.items()
+        for name, (draft, tree) in draftings.items()
     }
     measured = {
         "settings": settings,
@@ -100,7 +108,7 @@ def evaluate_drafts(
     outcomes = measure(
         ways, prompts.prompts, book, device=target.device, seed=seed, repeats=repeats, on_prompt=on_prompt
     )
-    return {name: _report(target, name, prompts, outcomes, settings[name], sampling, baseline) for name in drafts}
+    return {name: _report(target, name, prompts, outcomes, settings[name], sampling, baseline) for name in draftings}
 
 
 def _report(

@@ -152,28 +152,39 @@ def by_context(prompt_tokens: Sequence[int], rows: Sequence[RowStats]) -> dict[s
     return groups
 
 
-def paired_difference(
-    first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]], *, seed: int = 0, resamples: int = 2000
-) -> tuple[float, tuple[float, float]]:
-    """Acceptance length of `second` minus that of `first` on the same prompts, and its 95 % interval.
+@dataclass(frozen=True)
+class Paired:
+    """A figure against another on the same prompts: minus it, and over it, each with its 95 % interval."""
+
+    difference: float
+    interval: tuple[float, float]
+    ratio: float
+    ratio_interval: tuple[float, float]
+
+
+def paired(
+    first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]], *, seed: int = 0, resamples: int = 2000
+) -> Paired:
+    """The acceptance length, or speed, of `second` against that of `first`.
 
     Each bootstrap sample draws prompts and takes both figures on them, so that hard prompts do not widen the interval.
 
     Args:
-        first, second: (emitted tokens, target forwards) of each prompt.
+        first, second: (emitted tokens, target forwards) of each prompt; for speeds (tokens, seconds).
 
     Raises:
         ValueError: a different number of prompts, or none with a forward in both.
     """
     if len(first) != len(second):
-        raise ValueError(f"{len(first)} prompts and {len(second)}: a paired difference needs the same ones")
+        raise ValueError(f"{len(first)} prompts and {len(second)}: paired figures need the same ones")
     figures = np.array([(*a, *b) for a, b in zip(first, second, strict=True) if a[1] and b[1]], dtype=np.float64)
     if not len(figures):
         raise ValueError("no prompt with a target forward after prefill in both")
     drawn = figures[np.random.default_rng(seed).integers(0, len(figures), (resamples, len(figures)))].sum(1)
-    emitted, forwards, emitted2, forwards2 = figures.sum(0)
-    difference = emitted2 / forwards2 - emitted / forwards
-    return float(difference), _interval(drawn[:, 2] / drawn[:, 3] - drawn[:, 0] / drawn[:, 1])
+    sums = np.concatenate([figures.sum(0, keepdims=True), drawn])  # the prompts themselves, then every resample
+    one, other = sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]
+    differences, ratios = other - one, other / one
+    return Paired(float(differences[0]), _interval(differences[1:]), float(ratios[0]), _interval(ratios[1:]))
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:

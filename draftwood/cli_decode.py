@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from draftwood.cli_options import (
     TopKOption,
     TopPOption,
     TreeOption,
+    check_tree,
     load_models,
     prompt_set_of,
     tree_of,
@@ -26,6 +26,9 @@ from draftwood.cli_options import (
 
 app = typer.Typer()
 
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", help="A text that ends the answer; repeat it for several.")
+]
 ColourOption = Annotated[
     bool, typer.Option("--colour-drafts", help="Accepted drafts in colour, the target's own tokens plain.")
 ]
@@ -33,11 +36,12 @@ ColourOption = Annotated[
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from the standard input.")],
+    prompt: Annotated[str | None, typer.Argument(help="What to ask; '-' reads it from the standard input.")] = None,
     target: TargetOption = "smollm2-135m",
     draft: DraftOption = None,
     tree: TreeOption = "dynamic",
     max_new_tokens: NewTokensOption = 256,
+    stop: StopOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -45,20 +49,39 @@ def generate(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     colour_drafts: ColourOption = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Answer those of a file: .jsonl or .json with `turns`, .txt with one a line.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON Lines file of --prompts; one begun is gone on with.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Of --prompts: so many answered together.")] = 1,
+    num_prompts: Annotated[int | None, typer.Option(help="Of --prompts: so many from the start.")] = None,
 ) -> None:
-    """Answer a prompt: the text on the standard output as it comes, what it took on the standard error."""
-    from draftwood.decode.console import answer, read_utf8
+    """Answer a prompt on the standard output, what it took on the standard error; or --prompts into --out."""
+    if (prompt is None) == (prompts is None) or (prompts is None) != (out is None):
+        raise ValueError("generate takes a prompt, or a file of them with --prompts and one for the answers with --out")
+    settings = _settings(max_new_tokens, temperature, top_k, top_p, stop)
+    if prompts is not None and out is not None:
+        from draftwood.decode.answer_prompts import answer_prompts
 
-    text = read_utf8(sys.stdin.buffer.read()) if prompt == "-" else prompt
+        models = load_models(target, draft, tree, dtype, device, temperature)
+        settings |= {"tree": tree_of(tree, draft, models[0]), "seed": seed or 0}
+        account = answer_prompts(*models, prompts, out, batch_size=batch_size, num_prompts=num_prompts, **settings)
+        typer.echo(account.summary(), err=True)
+        if not account.is_finished:
+            typer.echo(f"stopped; the same command goes on with {out}", err=True)
+        raise typer.Exit(0 if account.is_finished else 130)
+    from draftwood.decode.console import answer
+    from draftwood.decode.screen import open_screen
+    from draftwood.decode.text import read_utf8
 
+    text = read_utf8(sys.stdin.buffer.read()) if prompt == "-" else prompt or ""
     models = load_models(target, draft, tree, dtype, device, temperature)
-    settings: dict[str, Any] = dict(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
-    colour = _coloured() if colour_drafts else None
-    _, summary = answer(*models, text, _write, colour, tree=tree_of(tree, draft, models[0]), **settings)
-    typer.echo()
-    typer.echo(summary, err=True)
+    settings |= {"tree": tree_of(tree, draft, models[0]), "seed": seed}
+    screen = open_screen(colour_drafts)
+    reply = answer(*models, text, screen, **settings)
+    screen.end()
+    typer.echo(reply.summary, err=True)
+    raise typer.Exit(130 if reply.is_interrupted else 0)
 
 
 @app.command()
@@ -68,6 +91,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     tree: TreeOption = "dynamic",
     max_new_tokens: NewTokensOption = 512,
+    stop: StopOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -78,22 +102,12 @@ def chat(
 ) -> None:
     """Talk with a target: /reset forgets the turns, Ctrl-C stops an answer, /exit or Ctrl-D ends; or a turn a line."""
     from draftwood.decode.chat import chat as run
+    from draftwood.decode.screen import open_screen
 
     models = load_models(target, draft, tree, dtype, device, temperature)
-    settings: dict[str, Any] = dict(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
-    settings["tree"] = tree_of(tree, draft, models[0])
-    colour = _coloured() if colour_drafts else None
-    run(
-        *models,
-        _read_turn,
-        _write,
-        lambda line: typer.echo(line, err=True),
-        system=system,
-        write_draft=colour,
-        **settings,
-    )
+    settings = _settings(max_new_tokens, temperature, top_k, top_p, stop)
+    settings |= {"tree": tree_of(tree, draft, models[0]), "seed": seed, "system": system}
+    run(*models, _read_turn, open_screen(colour_drafts), lambda line: typer.echo(line, err=True), **settings)
 
 
 @app.command()
@@ -105,7 +119,10 @@ def evaluate(
     draft: Annotated[Path, typer.Option(help="Folder of a draft, or model:<language model>.")],
     target: TargetOption = "smollm2-135m",
     out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("runs/evaluate"),
-    tree: TreeOption = "dynamic",
+    trees: Annotated[
+        list[str] | None,
+        typer.Option("--tree", help="As of generate; repeat it to compare trees with the first.  [default: dynamic]"),
+    ] = None,
     max_new_tokens: NewTokensOption = 128,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = None,
@@ -121,16 +138,21 @@ def evaluate(
     """Measure acceptance length, speed and losslessness of a draft: a report for each set of prompts."""
     from rich.console import Console
 
-    from draftwood.decode.evaluate import evaluate as run
+    from draftwood.decode.compare import compare_trees
 
-    models = load_models(target, draft, tree, dtype, device, temperature)
+    trees = trees or ["dynamic"]
+    if len(set(trees)) < len(trees):
+        raise ValueError(f"--tree: got {', '.join(trees)}; expected different ones")
+    for tree in trees:
+        check_tree(tree, temperature)
+    models = load_models(target, draft, trees[0], dtype, device, temperature)
     sets = [prompt_set_of(source, models[0].tokenizer, num_prompts, max_prompt_tokens) for source in prompts]
     if len({s.name for s in sets}) < len(sets):
         raise ValueError(f"--prompts: two of {', '.join(s.name for s in sets)} have one name, and so one report")
     settings: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    spec = tree_of(tree, draft, models[0])
+    named = {tree: tree_of(tree, draft, models[0]) for tree in trees}
     for prompt_set in sets:
         name = prompt_set.name
         with Console(stderr=True).status(f"{name}: {len(prompt_set.prompts)} prompts") as status:
@@ -138,9 +160,12 @@ def evaluate(
             def show(done: int, total: int, name: str = name, status: Any = status) -> None:
                 status.update(f"{name}: {done} of {total}")
 
-            report = run(*models, prompt_set, tree=spec, baseline=baseline, repeats=repeats, on_prompt=show, **settings)
-        Console().print(report.table())
-        typer.echo(f"{report.save(out)}", err=True)
+            comparison = compare_trees(
+                *models, named, prompt_set, baseline=baseline, repeats=repeats, on_prompt=show, **settings
+            )
+        alone = comparison.reports[trees[0]] if len(trees) == 1 else None
+        Console().print((alone or comparison).table())
+        typer.echo(f"{alone.save(out) if alone else comparison.save(out, name)}", err=True)
 
 
 @app.command()
@@ -163,23 +188,16 @@ def doctor(
     raise typer.Exit(0 if diagnosis.is_healthy else 1)
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _coloured() -> Callable[[str], None]:
-    """Writes in colour; plainly where NO_COLOR is set or there is no terminal."""
-    from rich.console import Console
-
-    console = Console()
-    if console.no_color or console.color_system is None:
-        return _write
-    return lambda text: console.out(text, style="green", end="", highlight=False)
+def _settings(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, stop: list[str] | None
+) -> dict[str, Any]:
+    """Of `generate`."""
+    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    return dict(max_new_tokens=max_new_tokens, stop_strings=stop or [], **sampling)
 
 
 def _read_turn() -> str:
-    from draftwood.decode.console import read_utf8
+    from draftwood.decode.text import read_utf8
 
     if sys.stdin.isatty():
         return input("> ")

@@ -29,17 +29,25 @@ def load_models(
     target: str, draft: Path | None, tree: str, dtype: str | None, device: str | None, temperature: float | None = None
 ) -> tuple[Any, Any]:
     """Target and draft; the tree is checked first, at `temperature` where one is given: loading takes longer."""
-    from draftwood.decode.propose import check_temperature, resolve_tree
     from draftwood.models.target import load_target
+
+    check_tree(tree, temperature)
+    loaded = load_target(target, dtype, device)
+    if draft is None:
+        return loaded, None
+    return loaded, load_any_draft(draft, loaded)
+
+
+def check_tree(tree: str, temperature: float | None = None) -> None:
+    """Raises:
+    ValueError: `--tree` names no tree, or one that cannot be filled at `temperature`.
+    """
+    from draftwood.decode.propose import check_temperature, resolve_tree
 
     if not _is_plan(tree):
         settings = resolve_tree(tree)
         if temperature is not None:
             check_temperature(settings, temperature)
-    loaded = load_target(target, dtype, device)
-    if draft is None:
-        return loaded, None
-    return loaded, load_any_draft(draft, loaded)
 
 
 def load_any_draft(draft: Path, target: Any) -> Any:

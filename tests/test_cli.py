@@ -66,6 +66,18 @@ def test_evaluate_writes_a_report_for_each_source(folders, run, tmp_path):
         assert report["num_identical"] == len(report["prompts"]) == 1
 
 
+def test_evaluate_compares_several_trees_with_the_first(folders, run, tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"turns": ["a"]}\n{"turns": ["bcd"]}\n')
+    arguments = ["evaluate", "--target", folders[0], "--draft", folders[1], "--prompts", tmp_path / "few.jsonl"]
+    arguments += ["--out", tmp_path / "out", "--max-new-tokens", "6", "--tree", "chain-2"]
+    code, out, _ = run(*arguments, "--tree", "stree")
+    assert code == 0 and "paired ratio" in out
+    report = json.loads((tmp_path / "out" / "few.json").read_text())
+    assert report["differences"]["stree"]["against"] == "chain-2" and report["reports"].keys() == {"chain-2", "stree"}
+    assert "different ones" in run(*arguments, "--tree", "chain-2")[2]
+    assert "temperature" in run(*arguments, "--tree", "sampled-2x2")[2]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

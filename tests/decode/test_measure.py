@@ -8,10 +8,11 @@ import tiny
 import torch
 
 import draftwood as dw
-from draftwood.decode.compare import compare_drafts
+from draftwood.decode.compare import compare_drafts, compare_trees
 from draftwood.decode.evaluate import evaluate, evaluate_drafts
 from draftwood.decode.prompts import Prompt, PromptSet
 from draftwood.decode.report import LOOP, SPECULATIVE, TRANSFORMERS
+from draftwood.models.language_draft import LanguageDraft
 
 
 @pytest.fixture
@@ -96,3 +97,22 @@ def test_the_table_of_a_comparison(target, prompts, tmp_path):
         assert figures["identical"] is True
     markdown = (tmp_path / "report.md").read_text()
     assert "| acceptance length |" in markdown and "| seed 0 | seed 1 |" in markdown
+
+
+def test_trees_of_one_draft_are_compared_with_the_first_on_the_same_prompts(target, prompts, tmp_path):
+    draft = LanguageDraft(target, target)
+    trees = {"short": "sampled-1x1", "long": "sampled-1x3"}
+    settings = dict(max_new_tokens=13, temperature=1.0, baseline=False)
+    comparison = compare_trees(target, draft, trees, prompts, **settings)
+    saved = json.loads(comparison.save(tmp_path, "trees").read_text())
+    alone = {name: evaluate(target, draft, prompts, tree=tree, **settings) for name, tree in trees.items()}
+    lengths = {name: report.acceptance.acceptance_length for name, report in alone.items()}
+    assert {name: saved[name]["acceptance_length"] for name in trees} == lengths
+    assert saved["short"]["identical"] is None, "sampled outputs were not compared"
+    (against,) = saved["differences"].values()
+    assert against["against"] == "short" and against["ratio"] == pytest.approx(lengths["long"] / lengths["short"])
+    low, high = against["ratio_interval"]
+    assert 1 < low <= against["ratio"] <= high
+    markdown = (tmp_path / "trees.md").read_text()
+    assert f"| paired ratio to short, 95 % interval |  | {against['ratio']:.3f} ({low:.3f} to {high:.3f}) |" in markdown
+    assert "LanguageDraft" in comparison.caption() and "without drafts" not in comparison.caption()

@@ -1,8 +1,9 @@
+import itertools
 import math
 
 import pytest
 
-from draftwood.decode.stats import FAULT_FORWARDS, ForwardStats, RowStats, summarize
+from draftwood.decode.stats import FAULT_FORWARDS, ForwardStats, Paired, RowStats, paired, summarize
 
 
 def row(*forwards):
@@ -77,18 +78,42 @@ def test_prompts_that_ended_at_prefill_are_left_out():
         summarize([RowStats()])
 
 
-def test_a_paired_difference_is_narrower_than_its_parts_and_exact_on_equal_drafts():
-    from draftwood.decode.stats import paired_difference
+FIRST_TREE = [(10 * n, 10) for n in range(1, 11)]  # prompts of very different difficulty
 
-    first = [(10 * n, 10) for n in range(1, 11)]  # prompts of very different difficulty
+
+def test_paired_figures_are_narrower_than_their_parts_and_exact_on_equal_ways():
     better = [(10 * n + 1, 10) for n in range(1, 11)]
-    assert paired_difference(first, first) == (0.0, (0.0, 0.0))
-    value, (low, high) = paired_difference(first, better)
-    assert value == pytest.approx(0.1) and low == pytest.approx(0.1) and high == pytest.approx(0.1)
+    assert paired(FIRST_TREE, FIRST_TREE) == Paired(0.0, (0.0, 0.0), 1.0, (1.0, 1.0))
+    pair = paired(FIRST_TREE, better)
+    assert [pair.difference, *pair.interval] == pytest.approx([0.1] * 3)
+    pair = paired(FIRST_TREE, [(1.2 * emitted, forwards) for emitted, forwards in FIRST_TREE])
+    assert [pair.ratio, *pair.ratio_interval] == pytest.approx([1.2] * 3)
     with pytest.raises(ValueError, match="same ones"):
-        paired_difference(first, better[:3])
+        paired(FIRST_TREE, better[:3])
     with pytest.raises(ValueError, match="no prompt"):
-        paired_difference([(0, 0)], [(3, 2)])
+        paired([(0, 0)], [(3, 2)])
+
+
+def test_paired_intervals_are_the_percentiles_over_every_resample_of_the_prompts():
+    """Four prompts have 256 resamples: enumerated, each prompt's tokens and forwards of both ways kept together."""
+    first, second = [(9, 5), (4, 4), (30, 11), (7, 6)], [(12, 5), (6, 4), (31, 10), (7, 4)]
+    differences, ratios = [], []
+    for drawn in itertools.product(range(4), repeat=4):
+        one, other = (sum(w[i][0] for i in drawn) / sum(w[i][1] for i in drawn) for w in (first, second))
+        differences.append(other - one)
+        ratios.append(other / one)
+    pair = paired(first, second, resamples=200_000)
+    assert pair.difference == pytest.approx(56 / 23 - 50 / 26) and pair.ratio == pytest.approx(56 / 23 / (50 / 26))
+    for got, exact in ((pair.interval, differences), (pair.ratio_interval, ratios)):
+        exact = sorted(exact)
+        # The sampled quantile lies between exact ones a little to either side.
+        for value, share in zip(got, (0.025, 0.975), strict=True):
+            low, high = exact[math.floor(256 * (share - 0.01))], exact[min(255, math.ceil(256 * (share + 0.01)))]
+            assert low - 1e-9 <= value <= high + 1e-9
+
+
+def test_prompts_without_a_forward_in_one_way_are_left_out_of_both():
+    assert paired([(4, 2), (9, 3)], [(6, 2), (0, 0)]).ratio == 1.5
 
 
 def test_forwards_are_sorted_by_the_tokens_before_their_root():
