@@ -12,6 +12,7 @@ Two stages, as in MOHAWK (arXiv 2408.10189) and MambaInLlama (arXiv 2408.15237):
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,6 +35,7 @@ from draftwood.train.token_blocks import TokenBlocks
 from draftwood.train.tracking import StopRequest
 
 _STATE = "training.pt"
+_STAGES = ("select", "fit", "distil", "done")
 # Settings that may change when a run goes on.
 _FREE = ("save_every", "evaluate_blocks", "compile")
 
@@ -260,7 +262,10 @@ def hybridize(
 
     Raises:
         ValueError: an architecture or layers that do not fit, or `out` was begun with other settings.
+        ImportError: a tracker that is not installed.
     """
+    if tracker != "none" and find_spec(tracker) is None:
+        raise ImportError(f"tracker {tracker} is not installed: pip install {tracker}, or --tracker none")
     tokenizer = load_tokenizer(target)
     folder = data_folder or cache_root() / "rows" / f"{Path(source).stem}-{Path(target).name}-{max_length}-hybridize"
     prepare(source, tokenizer, folder, max_length=max_length, num_validation=num_validation, num_proc=num_proc)
@@ -273,6 +278,7 @@ def hybridize(
         run = Hybridizer(
             model, load_rows(folder, "train"), load_rows(folder, "validation"), out, config, accelerator, shown.log
         )
+        shown.start_at(run.progress)
         hybrid = run.run(stop)
     if tracker != "none":
         accelerator.end_training()
@@ -315,6 +321,16 @@ class _Shown:
 
     def __exit__(self, *error: Any) -> None:
         self.progress.stop()
+
+    def start_at(self, progress: Progress) -> None:
+        """Goes on after `progress`: what an earlier run logged beyond its last checkpoint is taken out."""
+        if not self.accelerator.is_main_process or not self.path.is_file():
+            return
+        done = (_STAGES.index(progress.stage), progress.step)
+        lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        steps = [(_STAGES.index(row["stage"]), row["step"]) for row in map(json.loads, lines)]
+        kept = [f"{line}\n" for line, step in zip(lines, steps, strict=True) if step <= done]
+        self.path.write_text("".join(kept), encoding="utf-8")
 
     def log(self, stage: str, total: int, figures: dict[str, float]) -> None:
         if not self.accelerator.is_main_process:

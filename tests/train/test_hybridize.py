@@ -9,9 +9,10 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from draftwood.models.hybrid import build_hybrid
 from draftwood.models.target import load_target
-from draftwood.train.hybrid_stages import agreement
-from draftwood.train.hybridize import HybridizeConfig, Hybridizer, chosen_layers, hybridize
+from draftwood.train.hybrid_stages import Distilling, Mixers, agreement
+from draftwood.train.hybridize import HybridizeConfig, Hybridizer, Progress, _Shown, chosen_layers, hybridize
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.token_blocks import TokenBlocks
 
@@ -95,6 +96,57 @@ def test_other_settings_are_refused_where_a_run_was_begun(workshop, tmp_path):
     hybridizer(workshop, tmp_path, config()).run(StopAfter(2))
     with pytest.raises(ValueError, match="was begun with lr="):
         hybridizer(workshop, tmp_path, config(lr=0.5))
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path):
+    with pytest.raises(ImportError, match="pip install nowhere"):
+        hybridize("none", "none", tmp_path, config(), tracker="nowhere", console=Console(quiet=True))
+
+
+def test_the_log_of_a_resumed_run_has_every_step_once(workshop, tmp_path):
+    settings = config(num_auto=0, layers=(0,), save_every=4)
+    done = {"stage": "fit", "step": 4}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"stage": "fit", "step": i}) + "\n" for i in range(9)))
+    with _Shown(Console(quiet=True), Accelerator(), tmp_path / "metrics.jsonl") as shown:
+        shown.start_at(Progress(**done))
+        shown.log("fit", settings.fit_tokens, {"step": 5})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_distillation_is_kl_and_the_mixers_errors_by_a_plain_forward(workshop):
+    model = load_target(str(workshop / "target")).model.requires_grad_(False)
+    mixers = Mixers(model, [0])
+    ids = torch.randint(0, model.config.vocab_size, (2, 16))
+    found = Distilling(model, {0: mixers.mixers[0]}, mixer_weight=3.0)(ids)
+
+    attention, given = model.model.layers[0].self_attn, []
+    handle = attention.register_forward_hook(
+        lambda _, args, kwargs, out: given.append((kwargs, out[0])), with_kwargs=True
+    )
+    wanted = model(ids, use_cache=False).logits
+    handle.remove()
+    hybrid = build_hybrid(model, {0: mixers.mixers[0].state_dict()})
+    error = (mixers.mixers[0](given[0][0]["hidden_states"]) - given[0][1]).square().sum() / given[0][1].square().sum()
+    kl = agreement(wanted, hybrid(ids, use_cache=False).logits.detach()).kl
+    assert found["kl"].item() == pytest.approx(kl, rel=1e-4)
+    assert found["error"].item() == pytest.approx(error.item(), rel=1e-4)
+    assert found["loss"].item() == pytest.approx(kl + 3 * error.item(), rel=1e-4)
+
+
+@pytest.mark.slow  # compiling takes a minute
+def test_compiled_layers_give_the_same_loss_and_gradients(workshop):
+    model = load_target(str(workshop / "target")).model.requires_grad_(False)
+    mixers = Mixers(model, [0])
+    ids = torch.randint(0, model.config.vocab_size, (2, 16))
+    results = []
+    for compiled in (False, True):
+        mixers.zero_grad()
+        loss = Distilling(model, {0: mixers.mixers[0]}, mixer_weight=1.0, compiled=compiled)(ids)["loss"]
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in mixers.parameters() if p.grad is not None)])
+    for eager, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-6)
 
 
 def test_agreement_is_kl_in_nats_and_the_share_of_equal_choices():
