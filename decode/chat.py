@@ -1,10 +1,11 @@
 """A conversation in the terminal, or one turn a line from a pipe."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from draftwood.decode.console import answer
+from draftwood.decode.prompts import PromptTooLong
+from draftwood.decode.screen import Screen
 
 if TYPE_CHECKING:
     from draftwood.decode.propose import Proposer
@@ -16,20 +17,20 @@ def chat(
     target: "Target",
     draft: "Drafter | Proposer | None",
     read: Callable[[], str],
-    write: Callable[[str], object],
+    screen: Screen,
     report: Callable[[str], object],
     *,
     system: str | None = None,
-    write_draft: Callable[[str], object] | None = None,
     **settings: Any,
 ) -> list[dict[str, str]]:
     """Answers turn after turn, each with the whole conversation before it, until `/exit` or the end of the input.
 
     `/reset` forgets the turns, not the system message. Ctrl-C stops an answer, of which what was written stays in the
-    conversation; where a turn is awaited it drops the line.
+    conversation; where a turn is awaited it drops the line. A turn for which there is no room is dropped as well.
 
     Args:
         read: gives the next turn; EOFError ends the chat.
+        screen: shows the answers.
         report: gets a line after each answer, what it took.
         settings: as `generate`.
 
@@ -45,7 +46,7 @@ def chat(
         try:
             turn = read().strip()
         except KeyboardInterrupt:
-            write("\n")
+            report("")
             continue
         except EOFError:
             return messages
@@ -55,22 +56,12 @@ def chat(
             messages = list(start)
             report("the conversation starts anew")
         elif turn:
-            pieces: list[str] = []
-
-            messages.append({"role": "user", "content": turn})
-            _, summary = answer(
-                target,
-                draft,
-                messages,
-                partial(_keep, pieces, write),
-                None if write_draft is None else partial(_keep, pieces, write_draft),
-                **settings,
-            )
-            messages.append({"role": "assistant", "content": "".join(pieces)})
-            write("\n")
-            report(summary)
-
-
-def _keep(pieces: list[str], show: Callable[[str], object], text: str) -> None:
-    pieces.append(text)
-    show(text)
+            asked = [*messages, {"role": "user", "content": turn}]
+            try:
+                reply = answer(target, draft, asked, screen, **settings)
+            except PromptTooLong as error:
+                report(f"this turn is left out: {error}; /reset starts the conversation anew")
+                continue
+            messages = [*asked, {"role": "assistant", "content": reply.text}]
+            screen.end()
+            report(reply.summary)

@@ -1,35 +1,60 @@
 """Prompts to evaluate on: from a file, from messages, or from rows with a loss mask."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2.exceptions import TemplateError
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
+
+from draftwood.decode.text import read_utf8
+from draftwood.models.draft import max_length
+
+if TYPE_CHECKING:
+    from draftwood.models.target import Target
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Of line or entry `row` of a file, from 1: the `messages` before the first answer, and the `later` turns of the
+    user, each to be asked after the answer before it."""
+
+    row: int
+    name: str
+    messages: list[dict[str, str]]
+    later: tuple[str, ...] = ()
+    category: str = ""
 
 
 @dataclass(frozen=True)
 class Prompt:
     """`input_ids` [1, T] int64 on the CPU, generation prompt included; `name`, `category` and `turn`, the number of
-    the reply in its conversation, are for the report."""
+    the reply in its conversation, are for the report. `conversation`: what it begins, where that is known."""
 
     name: str
     input_ids: Tensor
     category: str = ""
     turn: int = 1
+    conversation: Conversation | None = None
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of one source. `num_too_long` were left out for having more than the allowed tokens."""
+    """Prompts of one source. `num_too_long` were left out for having more than the allowed tokens, `max_tokens`."""
 
     name: str
     prompts: list[Prompt]
     num_too_long: int = 0
+    max_tokens: int | None = None
+
+
+class PromptTooLong(ValueError):
+    """A prompt and its answer do not fit into the target's positions."""
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> Tensor:
@@ -38,12 +63,16 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     A tokenizer without a template, of a base model, takes the text of the messages as it is.
 
     Raises:
-        ValueError: no token comes out.
+        ValueError: no token comes out, or the template refuses the messages.
     """
     if tokenizer.chat_template:
-        encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            encoded = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except TemplateError as error:
+            roles = ", ".join(m["role"] for m in messages)
+            raise ValueError(f"the chat template refuses these messages (roles {roles}): {error}") from None
     else:
         encoded = tokenizer("\n\n".join(m["content"] for m in messages), return_tensors="pt")
     ids = encoded["input_ids"]
@@ -52,10 +81,51 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     return ids.to(torch.int64)
 
 
+def has_room(target: "Target", ids: Tensor, max_new_tokens: int) -> bool:
+    """Whether the target has positions for the prompt [1, T] and so many tokens after it."""
+    positions = max_length(target)
+    return positions is None or ids.shape[1] + max_new_tokens <= positions
+
+
+def check_room(target: "Target", ids: Tensor, max_new_tokens: int) -> None:
+    """Raises PromptTooLong where `has_room` is false."""
+    if not has_room(target, ids, max_new_tokens):
+        raise PromptTooLong(
+            f"the prompt has {ids.shape[1]} tokens and the answer may have {max_new_tokens} (max_new_tokens), but "
+            f"{target.name} has positions for {max_length(target)} in all"
+        )
+
+
+def read_conversations(path: str | Path) -> Iterator[Conversation]:
+    """The prompts of a file.
+
+    `.txt`: one a line. `.json`: an array of objects. Anything else is JSON Lines, an object a line. An object has
+    `turns`, a list of texts of the user, or `prompt`, one text, or `messages`; `category` and an id (`question_id` or
+    `id`) are optional. Blank lines are passed over.
+
+    Raises:
+        ValueError: the line or entry at fault and what was expected.
+    """
+    path = Path(path)
+    text = read_utf8(path.read_bytes(), str(path)).removeprefix("\ufeff")
+    if path.suffix == ".json":
+        entries = _load(text, str(path))
+        if not isinstance(entries, list):
+            raise ValueError(f"{path}: expected an array of objects; JSON Lines belong into a .jsonl file")
+        for number, entry in enumerate(entries, 1):
+            yield _conversation(entry, number, f"{path}, entry {number}")
+        return
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would split inside JSON, at U+2028
+        if line.strip():
+            where = f"{path}, line {number}"
+            entry = {"prompt": line.strip()} if path.suffix == ".txt" else _load(line, where)
+            yield _conversation(entry, number, where)
+
+
 def read_prompts(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None, max_tokens: int | None = None
 ) -> PromptSet:
-    """JSON Lines with `turns`, of which the first is the prompt, or with `messages`; `category` and an id are optional.
+    """What stands before the first answer of each of a file's conversations; see `read_conversations`.
 
     Args:
         limit: prompts to take, from the start.
@@ -67,18 +137,15 @@ def read_prompts(
     path = Path(path)
     prompts: list[Prompt] = []
     too_long = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for talk in read_conversations(path):
         if limit is not None and len(prompts) == limit:
             break
-        row = _parse(line, f"{path}, line {number}")
-        ids = encode_messages(tokenizer, row["messages"])
+        ids = encode_messages(tokenizer, talk.messages)
         if max_tokens is not None and ids.shape[1] > max_tokens:
             too_long += 1
             continue
-        prompts.append(Prompt(str(row.get("question_id", row.get("id", number))), ids, str(row.get("category", ""))))
-    return _checked(PromptSet(path.stem, prompts, too_long))
+        prompts.append(Prompt(talk.name, ids, talk.category, conversation=talk))
+    return _checked(PromptSet(path.stem, prompts, too_long, max_tokens))
 
 
 def prompts_from_rows(
@@ -128,16 +195,33 @@ def padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.cat(pad), torch.cat(mask)
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
+def _load(text: str, where: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from None
-    if isinstance(row, dict) and isinstance(turns := row.get("turns"), list) and turns and isinstance(turns[0], str):
-        return {**row, "messages": [{"role": "user", "content": turns[0]}]}
-    if isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
-        return row
-    raise ValueError(f"{where}: expected an object with `turns`, a list of texts, or `messages`")
+        raise ValueError(f"{where}: not JSON ({error}); plain prompts, one a line, belong into a .txt file") from None
+
+
+def _conversation(entry: Any, number: int, where: str) -> Conversation:
+    row = entry if isinstance(entry, dict) else {}
+    turns, messages = row.get("turns", [row["prompt"]] if "prompt" in row else None), row.get("messages")
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        asked, later = [{"role": "user", "content": turns[0]}], tuple(turns[1:])
+    elif isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        asked, later = messages, ()
+    else:
+        raise ValueError(
+            f"{where}: expected an object with `turns`, a list of texts, or `prompt`, a text, or `messages`, each with "
+            "`role` and `content`"
+        )
+    if not all(text.strip() for text in (asked[-1]["content"], *later)):
+        raise ValueError(f"{where}: a blank prompt")
+    name = str(row.get("question_id", row.get("id", number)))
+    return Conversation(number, name, asked, later, str(row.get("category", "")))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _checked(prompts: PromptSet) -> PromptSet:

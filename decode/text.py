@@ -1,6 +1,18 @@
-"""Tokens to text as they come, without broken characters."""
+"""Bytes to text, and tokens to text as they come, without broken characters."""
 
 from transformers import PreTrainedTokenizerBase
+
+
+def read_utf8(data: bytes, name: str = "the standard input") -> str:
+    """`data` as text.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: byte {error.start + 1} is 0x{data[error.start]:02x}") from None
 
 
 class TextStream:

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwood.kernels.distill_loss import DistillHead, TeacherStatistics, teacher_statistics
+from draftwood.models.fingerprint import fingerprint
 from draftwood.models.target import Target
 from draftwood.train.batches import Rows, RowSizes
 
@@ -239,16 +239,6 @@ def open_cache(
     if not index.exists():
         index.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
     return FeatureCache(folder, sizes.lengths, target.feature_dim, max_gb * GB)
-
-
-def fingerprint(target: Target) -> str:
-    """Names a target's weights: its sizes and types, and a few values of every parameter."""
-    digest = sha256(json.dumps(target.config.to_diff_dict(), sort_keys=True, default=str).encode())
-    for name, parameter in target.model.named_parameters():
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, len(flat) // 64)].float().cpu().numpy()
-        digest.update(f"{name}{list(parameter.shape)}".encode() + sample.tobytes())
-    return digest.hexdigest()
 
 
 def _by_length(rows: np.ndarray, lengths: np.ndarray, tokens_per_batch: int) -> list[list[int]]:

@@ -1,11 +1,11 @@
 """What prepared rows depend on, as digests, and whether they fit a target."""
 
 import hashlib
-import json
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from draftwood.models.fingerprint import tokenizer_settings
 from draftwood.train.report import RowAccount
 
 
@@ -16,16 +16,6 @@ def text_sha256(text: str) -> str:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def tokenizer_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What of a tokenizer decides which rows come out: the digests of its vocabulary and rules, and of its template."""
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Left behind by whoever called the tokenizer last; rows are neither padded nor truncated by it.
-    state.pop("padding", None)
-    state.pop("truncation", None)
-    template = json.dumps(tokenizer.chat_template, sort_keys=True)
-    return {"tokenizer_sha256": text_sha256(json.dumps(state)), "template_sha256": text_sha256(template)}
 
 
 def check_tokenizer(

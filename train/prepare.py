@@ -27,8 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import from_numpy
 from transformers import PreTrainedTokenizerBase
 
+from draftwood.models.fingerprint import tokenizer_settings
 from draftwood.train.conversations import RowError, SourceRow, parse_turns
-from draftwood.train.fingerprint import text_sha256, tokenizer_settings
+from draftwood.train.fingerprint import text_sha256
 from draftwood.train.parallel import map_rows
 from draftwood.train.report import ACCOUNT_FILE, Histogram, RowAccount, SourceAccount, SplitCount
 from draftwood.train.report_page import write_page

@@ -16,12 +16,10 @@ the text (but for ties in the target's own rounding). Above 0 the seed of a batc
 resumed run writes what an unbroken one would.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,12 +29,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from draftwood.decode.generate import generate, own_eos
+from draftwood.decode.answer_file import AnswerFile
+from draftwood.decode.answers import EOS, answer_batch, batch_seed
+from draftwood.models.draft import max_length as max_positions
+from draftwood.models.fingerprint import fingerprint, tokenizer_settings
 from draftwood.models.target import Target
-from draftwood.train.answer_file import AnswerFile
 from draftwood.train.conversations import RowError
-from draftwood.train.features import fingerprint
-from draftwood.train.fingerprint import tokenizer_settings
 from draftwood.train.report import ABOUT
 from draftwood.train.rows import RowBuilder
 from draftwood.train.sources import SourceLike, open_sources
@@ -137,7 +135,7 @@ def regenerate(
             f"batch_size is {batch_size}, max_new_tokens {max_new_tokens} and max_length {max_length}; expected at "
             "least 1, and room for a prompt beside the answer"
         )
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    context = max_positions(target)
     if context is not None and max_length > context:
         raise ValueError(f"max_length is {max_length}, but {target.name} has positions for {context} tokens")
     sources, policy = open_sources(source), policy or TurnPolicy()
@@ -159,7 +157,10 @@ def regenerate(
         settings |= {"tree": None if draft is None else str(tree)}
     account = answer.account
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with AnswerFile(Path(out), settings) as file, Progress(*columns, console=console or Console(stderr=True)) as bar:
+    with (
+        AnswerFile(Path(out), settings, _keep) as file,
+        Progress(*columns, console=console or Console(stderr=True)) as bar,
+    ):
         done = {(line["source"], line["source_row"]) for line in file.lines}
         for line in file.lines:
             account.add(line["stopped"], line["num_answers"])
@@ -216,31 +217,28 @@ class _Answerer:
             turn += 1
 
     def _answer_turn(self, prompts: list[tuple[Talk, list[int]]], turn: int) -> None:
-        tokenizer = self.build.tokenizer
-        width = max(len(ids) for _, ids in prompts)
-        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for _, ids in prompts])
-        padded = torch.tensor([ids + [0] * (width - len(ids)) for _, ids in prompts])
-        named = json.dumps([self.seed, turn, [talk.key for talk, _ in prompts]])
-        out = generate(
+        answers = answer_batch(
             self.target,
             self.draft,
-            padded,
-            attention_mask=mask,
+            [torch.tensor([ids]) for _, ids in prompts],
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             tree=self.tree,
-            seed=int(sha256(named.encode()).hexdigest()[:15], 16),
+            seed=batch_seed(self.seed, turn, [talk.key for talk, _ in prompts]),
         )
-        ends = set(own_eos(self.target))
-        for (talk, _), tokens, stats in zip(prompts, out.tokens, out.rows, strict=True):
-            self.account.tokens += stats.emitted
-            self.account.forwards += len(stats.forwards)
-            is_whole = tokens[-1] in ends
-            text = tokenizer.decode(tokens[:-1] if is_whole else tokens, skip_special_tokens=True)
-            if not text.strip():
+        for (talk, _), answer in zip(prompts, answers, strict=True):
+            self.account.tokens += answer.stats.emitted
+            self.account.forwards += len(answer.stats.forwards)
+            if not answer.text.strip():
                 talk.stopped = "blank_answer"
                 continue
-            talk.messages.append(Message(role="assistant", content=text))
-            if not is_whole:
+            talk.messages.append(Message(role="assistant", content=answer.text))
+            if answer.finish_reason != EOS:
                 talk.stopped = "unfinished"
+
+
+def _keep(line: Any) -> dict[str, Any]:
+    """What the account needs of a line, without the answers."""
+    answers = sum(turn["from"] == "gpt" for turn in line["conversations"])
+    return {**{key: line[key] for key in ("source", "source_row", "stopped")}, "num_answers": answers}

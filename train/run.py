@@ -11,10 +11,10 @@ from torch import nn
 
 from draftwood.configs.schema import RunConfig
 from draftwood.kernels.distill_loss import DistillHead
+from draftwood.models.fingerprint import fingerprint
 from draftwood.models.target import Target
 from draftwood.train import setup
 from draftwood.train.checkpoints import Checkpoints
-from draftwood.train.features import fingerprint
 from draftwood.train.losses import Distillation
 from draftwood.train.metrics import Meter
 from draftwood.train.stages import Course, measured_config, plan_stages

@@ -6,6 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from draftwood.decode.screen import Screen
+
 SPECIAL = ["<pad>", "<s>", "</s>"]
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ':' + m['content'] }}{% endfor %}"
@@ -40,3 +42,28 @@ def save(folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+class Recorder(Screen):
+    """Keeps what is shown: `pieces`, (text, is_draft) each, and `statuses`. Ctrl-C comes after `stop_after` pieces."""
+
+    def __init__(self, stop_after: int | None = None):
+        super().__init__()
+        self.pieces: list[tuple[str, bool]] = []
+        self.statuses: list[str] = []
+        self.stop_after = stop_after
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+    def write(self, text: str, is_draft: bool = False) -> None:
+        self.pieces.append((text, is_draft))
+        if len(self.pieces) == self.stop_after:
+            raise KeyboardInterrupt
+
+    def show(self, status: str) -> None:
+        self.statuses.append(status)
+
+    def end(self) -> None:
+        pass

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import draftwood as dw
 from draftwood import cli
-from draftwood.decode.generate import GenerateOutput
+from draftwood.decode.answers import EOS, Answer
 from draftwood.decode.stats import RowStats
 from draftwood.train import regenerate as module
 from draftwood.train.prepare import prepare
@@ -115,22 +115,22 @@ def test_a_run_cut_off_at_any_byte_ends_with_the_same_file(run, tmp_path, temper
 
 def test_ctrl_c_keeps_what_is_written_and_what_is_there_is_not_answered_again(run, tmp_path, monkeypatch):
     run("whole.jsonl")
-    calls, generate = [], module.generate
+    calls, answer_batch = [], module.answer_batch
 
     def interrupted(*arguments, **settings):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return generate(*arguments, **settings)
+        return answer_batch(*arguments, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "generate", interrupted)
+        patch.setattr(module, "answer_batch", interrupted)
         account = run("cut.jsonl")
     assert not account.is_finished and 0 < account.num_lines < COUNT
     assert len(lines(tmp_path / "cut.jsonl")) == account.num_lines
     assert run("cut.jsonl").is_finished
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    monkeypatch.setattr(module, "generate", lambda *_, **__: pytest.fail("answered again"))
+    monkeypatch.setattr(module, "answer_batch", lambda *_, **__: pytest.fail("answered again"))
     assert run("cut.jsonl").num_earlier == COUNT
 
 
@@ -153,10 +153,10 @@ def test_other_settings_a_foreign_file_and_a_second_process_are_refused(run, tmp
 
 
 def test_every_entry_is_a_line_or_dropped_for_a_reason_and_prepare_reads_the_file(run, tmp_path, target, monkeypatch):
-    def one_word(target, draft, input_ids, **settings):
-        return GenerateOutput([[40, 41, ENDS[0]] for _ in input_ids], rows=[RowStats() for _ in input_ids])
+    def one_word(target, draft, prompts, **settings):
+        return [Answer(target.tokenizer.decode([40, 41]), [40, 41, ENDS[0]], RowStats(), EOS, 0.0) for _ in prompts]
 
-    monkeypatch.setattr(module, "generate", one_word)
+    monkeypatch.setattr(module, "answer_batch", one_word)
 
     def said(*turns):
         return {"id": "x", "conversations": [{"from": role, "value": text} for role, text in turns]}

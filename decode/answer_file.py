@@ -1,7 +1,7 @@
 """A JSON Lines file that grows by whole lines and can be gone on with: beside it stands what it was begun with."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,24 +10,26 @@ from filelock import FileLock, Timeout
 
 
 class AnswerFile:
-    """One line per conversation, appended and flushed at once. Use it as a context manager.
+    """One line per answer or conversation, appended and flushed at once. Use it as a context manager.
 
     Args:
         path: of the lines; the settings are in `<name>.settings.json` beside it.
         settings: what decides the answers. A file that was begun with others is refused.
+        keep: what is to be remembered of a line that the file already holds.
 
     Attributes:
-        lines: what the file already held, without the answers: `source`, `source_row`, `stopped` and `num_answers`.
+        lines: what `keep` made of these.
 
     Raises:
         ValueError: other settings (the message has them), a file that was not begun here, a line that is no JSON, or
             another process that writes it.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]):
+    def __init__(self, path: Path, settings: Mapping[str, Any], keep: Callable[[Any], dict[str, Any]]):
         self.path = path
         self._settings_path = path.with_name(f"{path.name}.settings.json")
         self._settings = json.loads(json.dumps(settings))
+        self._keep = keep
         self._lock = FileLock(path.with_name(f".{path.name}.lock"))
         self.lines: list[dict[str, Any]] = []
 
@@ -92,10 +94,7 @@ class AnswerFile:
         with self.path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 try:
-                    line = json.loads(text)
-                    answers = sum(turn["from"] == "gpt" for turn in line["conversations"])
-                    kept = {key: line[key] for key in ("source", "source_row", "stopped")}
+                    lines.append(self._keep(json.loads(text)))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{self.path}, line {number}: not written by this command ({error!r})") from None
-                lines.append({**kept, "num_answers": answers})
         return lines
