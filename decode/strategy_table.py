@@ -14,7 +14,7 @@ from draftwood.decode.measure import Outcome
 from draftwood.decode.prompts import PromptSet
 from draftwood.decode.propose import BeamTree, DynamicTree, SampledTree, Settings
 from draftwood.decode.report import TRANSFORMERS
-from draftwood.decode.stats import DEFINITIONS, summarize
+from draftwood.decode.stats import DEFINITIONS, paired, summarize
 from draftwood.models.tree import Tree
 
 AUTOREGRESSIVE = "autoregressive"
@@ -26,7 +26,10 @@ _MEANING = {
     "ratio": "tokens_per_s to that of the baseline: the fastest way without drafts, in any dtype of the run",
     "shares": "of the host's time in decode steps, prefill left out",
     "num_identical": "prompts whose greedy tokens are those of transformers' generate in the same dtype",
-    "gains": "the best tree over the best chain, both of the same draft in the same dtype; a ratio",
+    "gains": (
+        "the best tree over the best chain, both of the same draft in the same dtype; a ratio with its 95 % interval, "
+        "percentile bootstrap of both over the same prompts. Best on these prompts: on others the tree gains less"
+    ),
 }
 
 
@@ -46,13 +49,15 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class Gain:
-    """The best tree over the best chain, best by `figure`, a field of `StrategyRow`."""
+    """The best tree over the best chain, best by `figure`, a field of `StrategyRow`; `interval` is that of the ratio,
+    paired over prompts."""
 
     figure: str
     dtype: str
     tree: str
     chain: str
     ratio: float
+    interval: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class StrategyTable:
             f"acceptance length with 95 % interval; ratios to {self.baseline}; host: propose/verify/commit",
             *(
                 f"best tree over best chain by {gain.figure}, {gain.dtype}: {gain.tree} over {gain.chain}, "
-                f"{100 * (gain.ratio - 1):+.1f} %"
+                f"{_percent(gain.ratio)} ({' to '.join(map(_percent, gain.interval))})"
                 for gain in self.gains
             ),
         ]
@@ -146,7 +151,9 @@ def make_table(
             )
         )
     baseline = f"{best[0]} in {best[1]}"
-    return StrategyTable(prompts.name, len(prompts.prompts), temperature, baseline, rows, _gains(rows, trees))
+    return StrategyTable(
+        prompts.name, len(prompts.prompts), temperature, baseline, rows, _gains(rows, outcomes, trees, seed)
+    )
 
 
 def _shares(outcomes: Sequence[Outcome]) -> dict[str, float] | None:
@@ -155,7 +162,23 @@ def _shares(outcomes: Sequence[Outcome]) -> dict[str, float] | None:
     return {part: seconds / total for part, seconds in spent.items()} if total else None
 
 
-def _gains(rows: list[StrategyRow], trees: Mapping[str, Settings]) -> list[Gain]:
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def _counts(outcomes: Sequence[Outcome], figure: str) -> list[tuple[float, float]]:
+    """What `figure` is the ratio of, for each prompt."""
+    if figure == "tokens_per_s":
+        return [(len(o.tokens), o.seconds) for o in outcomes]
+    return [(o.stats.emitted, len(o.stats.forwards)) for o in outcomes]
+
+
+def _gains(
+    rows: list[StrategyRow],
+    outcomes: Mapping[tuple[str, str], Sequence[Outcome]],
+    trees: Mapping[str, Settings],
+    seed: int,
+) -> list[Gain]:
     gains = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
         filled = [row for row in rows if row.dtype == dtype and row.strategy in trees]
@@ -163,8 +186,9 @@ def _gains(rows: list[StrategyRow], trees: Mapping[str, Settings]) -> list[Gain]
         bushy = [row for row in filled if not is_chain(trees[row.strategy])]
         for figure in ("acceptance_length", "tokens_per_s") if chains and bushy else ():
             tree, chain = (max(kind, key=attrgetter(figure)) for kind in (bushy, chains))
-            ratio = getattr(tree, figure) / getattr(chain, figure)
-            gains.append(Gain(figure, dtype, tree.strategy, chain.strategy, ratio))
+            counts = [_counts(outcomes[row.strategy, dtype], figure) for row in (chain, tree)]
+            pair = paired(*counts, seed=seed)
+            gains.append(Gain(figure, dtype, tree.strategy, chain.strategy, pair.ratio, pair.ratio_interval))
     return gains
 
 

@@ -66,9 +66,9 @@ def resolve_tree(spec: TreeSpec) -> Settings:
     if match := re.fullmatch(rf"beam-{_NUMBER}x{_NUMBER}", spec):
         return BeamTree(beams=int(match[1]), levels=int(match[2]))
     if match := re.fullmatch(rf"sampled-{_NUMBER}x{_NUMBER}", spec):
-        return SampledTree(width=int(match[1]), levels=int(match[2]))
+        return SampledTree((int(match[1]),) * int(match[2]))
     if match := re.fullmatch(rf"sampled((?:-{_NUMBER}){{2,16}})", spec):
-        return SampledTree.of_widths(*map(int, match[1].removeprefix("-").split("-")))
+        return SampledTree(tuple(map(int, match[1].removeprefix("-").split("-"))))
     if match := re.fullmatch(rf"lookup(?:-{_NUMBER}(?:x{_NUMBER})?)?", spec):
         return Lookup(num_tokens=int(match[1] or Lookup.num_tokens), matches=int(match[2] or Lookup.matches))
     if spec == "lookahead":

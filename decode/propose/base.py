@@ -140,9 +140,9 @@ class DraftProposer(ABC):
     def children(self, outputs: Tensor, above: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids and cumulative log-probabilities [B, f, k] of the children of nodes with scores `above` [B, f]."""
         ids, top_logits, logits = self._top(outputs, k)
+        # Never above 0, so that no child outranks its parent: also rounded, the sum under the logarithm is 1 or more.
         log_probs = top_logits.float() - logits.float().logsumexp(-1, keepdim=True)
-        # Rounding can put a sure token a little above 0, and a child must not outrank its parent.
-        return ids, above[:, :, None] + log_probs.clamp(max=0)
+        return ids, above[:, :, None] + log_probs
 
     def _top(self, outputs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """The `k` likeliest next tokens after each of `outputs` [B, m, D].

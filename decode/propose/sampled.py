@@ -19,34 +19,21 @@ class SampledTree:
     """Settings.
 
     Attributes:
-        width: children drawn below a node; several numbers, one for each level, make up the levels.
-        levels: depth of the tree.
+        widths: children drawn below a node, for each level of the tree.
         frontier: nodes of a level, those likeliest to the draft, that get children; None: as many as the root has.
 
     Raises:
-        ValueError: a setting below 1, or widths of another number than `levels`.
+        ValueError: no level, or a setting below 1.
     """
 
-    width: int | tuple[int, ...] = 3
-    levels: int = 4
+    widths: tuple[int, ...] = (3, 3, 3, 3)
     frontier: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and number < 1:
-                    raise ValueError(f"sampled tree: {name} is {value}; expected 1 or more")
-        if len(self.widths) != self.levels:
-            raise ValueError(f"sampled tree: width is {self.width}; expected a number or {self.levels}, as levels")
-
-    @classmethod
-    def of_widths(cls, *widths: int) -> "SampledTree":
-        return cls(widths, len(widths))
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Children drawn below a node, by level."""
-        return self.width if isinstance(self.width, tuple) else (self.width,) * self.levels
+        if min(self.widths, default=0) < 1:
+            raise ValueError(f"sampled tree: widths are {self.widths}; expected one or more, each 1 or more")
+        if self.frontier is not None and self.frontier < 1:
+            raise ValueError(f"sampled tree: frontier is {self.frontier}; expected 1 or more")
 
 
 def check_temperature(settings: object, temperature: float) -> None:
@@ -84,7 +71,7 @@ class SampledProposer(DraftProposer):
         self.generator = generator
 
     def propose(self, max_depth: int) -> Proposal:
-        levels = self.bounded(min(self.settings.levels, max_depth))
+        levels = self.bounded(min(len(self.settings.widths), max_depth))
         if levels < 1:
             return root_proposal(self.roots)
         frontier = Frontier(self.draft, self.state, self.head_row)

@@ -89,7 +89,9 @@ def test_differing_prompts_shares_speeds_and_gains_are_counted_right():
         ("tokens_per_s", "stree", "chain-4"),
     ]
     assert [g.ratio for g in table.gains] == pytest.approx([8 / 3 / 2, 0.5])
-    assert "stree over chain-4, +33.3 %" in table.notes()[1] and "-50.0 %" in table.notes()[2]
+    # Of the four resamples of two prompts: (3 + 2 + 3) / 3 over 4 / 2, and each prompt twice.
+    assert table.gains[0].interval == pytest.approx((5 / 2 / 2, 3 / 2)) and table.gains[1].interval == (0.5, 0.5)
+    assert "stree over chain-4, +33.3 % (+25.0 % to +50.0 %)" in table.notes()[1] and "-50.0 %" in table.notes()[2]
 
 
 def test_an_interrupted_run_goes_on_and_other_settings_start_over(twin, tmp_path):

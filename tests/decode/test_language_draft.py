@@ -66,7 +66,7 @@ def test_after_commits_of_any_length_its_log_probabilities_are_those_of_a_plain_
     texts = [row[0].tolist() for row in rows]
     ids = torch.tensor([text + [0] * (7 - len(text)) for text in texts])
     roots = torch.tensor([7, 9, 11])
-    proposer = make_proposer(draft, SampledTree(3, 3), 1.0, torch.Generator().manual_seed(0))
+    proposer = make_proposer(draft, SampledTree((3,) * 3), 1.0, torch.Generator().manual_seed(0))
     proposer.start(ids, [7, 1, 4], torch.zeros(3, 7, 1), roots)
     texts = [[*text, root] for text, root in zip(texts, roots.tolist(), strict=True)]
     for take in ([2, 0, None], [0, 3, 1], [3, None, 0], [1, 1, 1]):

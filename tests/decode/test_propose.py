@@ -1,5 +1,7 @@
 """Proposals against the draft run from scratch along every path."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import draftwood as dw
 from draftwood.decode.propose import DynamicTree, make_proposer, resolve_tree
-from draftwood.decode.propose.dynamic import rerank
+from draftwood.decode.propose.dynamic import DynamicProposer, rerank
 
 LENGTHS = [5, 3]
 
@@ -173,6 +175,20 @@ def test_reranking_leaves_no_orphan_keeps_the_budget_and_the_best(case, budget):
         assert (kept[above - 1] if above else -1) == parents[candidate]
     dropped = [scores[c] for c in range(len(parents)) if c not in kept]
     assert not dropped or min(scores[c] for c in kept) >= max(dropped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_child_outranks_its_parent_however_sure_the_draft_is(dtype):
+    """Logits whose largest leads by 0 to 50: around 17 the others are rounded away in float32."""
+    proposer = DynamicProposer(SimpleNamespace(draft_vocab=None, logits=lambda outputs: outputs))
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (2, 7, 64, 1001):
+        logits = 30 * torch.randn(1, 51, 1, generator=generator) + torch.randn(1, 51, vocab, generator=generator)
+        logits[0, :, 0] = logits.amax(-1)[0] + torch.arange(51)
+        above = -torch.rand(1, 51, generator=generator)
+        ids, scores = proposer.children(logits.to(dtype), above, 2)
+        assert (scores <= above[:, :, None]).all() and (scores[0, -20:, 0] == above[0, -20:]).all()
+        assert (ids[0, 20:, 0] == 0).all()
 
 
 def test_a_tree_per_row_is_refused_for_a_draft(drafting):

@@ -188,7 +188,12 @@ def check_generation(target, draft, tree, prompt, rows=3000):
 
 @pytest.mark.parametrize(
     "settings",
-    [SampledTree(3, 3), SampledTree(2, 4, frontier=1), SampledTree(30, 2, frontier=2), SampledTree((4, 2, 1), 3)],
+    [
+        SampledTree((3,) * 3),
+        SampledTree((2,) * 4, frontier=1),
+        SampledTree((30, 30), frontier=2),
+        SampledTree((4, 2, 1)),
+    ],
 )
 def test_the_log_probabilities_handed_over_are_those_after_every_nodes_path(draft, settings, targets, tiny):
     ids, features = tiny.prompt_ids((2, 5), 5), torch.randn(2, 5, targets("bamba").hidden_dim)
@@ -214,14 +219,14 @@ def test_the_log_probabilities_handed_over_are_those_after_every_nodes_path(draf
                 children, depth = [tokens[n] for n in below], len(proposal.tree.path(node, b)) - 1
                 assert len({*children}) == len(children) == min(settings.widths[depth], int(want.isfinite().sum()))
                 assert want[children].isfinite().all()
-    assert int(proposal.tree.depth.max()) == settings.levels
+    assert int(proposal.tree.depth.max()) == len(settings.widths)
     assert proposer.propose(1).tree.num_nodes == 1 + len(proposal.tree.children()[0])
     assert proposer.propose(0).draws is None
 
 
 @torch.no_grad()
 def test_siblings_are_in_drawn_order_and_the_likeliest_nodes_of_a_level_get_children(draft, targets, tiny):
-    rows, settings = 2000, SampledTree(3, 3, frontier=2)
+    rows, settings = 2000, SampledTree((3,) * 3, frontier=2)
     ids, features = tiny.prompt_ids((1, 5), 5), torch.randn(1, 5, targets("bamba").hidden_dim)
     proposer = make_proposer(draft, settings, 1.0, torch.Generator().manual_seed(0))
     roots = torch.full((rows,), 7)
@@ -256,15 +261,15 @@ def test_greedy_decoding_refuses_a_sampled_tree(draft, targets, tiny):
 
 
 def test_names_of_sampled_trees_resolve():
-    assert resolve_tree("sampled-3x4") == SampledTree(width=3, levels=4)
+    assert resolve_tree("sampled-3x4") == SampledTree((3, 3, 3, 3))
     assert isinstance(resolve_tree("dynamic"), DynamicTree)
     assert Proposal(torch.zeros(1, 1), dw.Tree.chain(0)).draws is None
-    assert resolve_tree("sampled-4-2-1") == SampledTree(width=(4, 2, 1), levels=3)
+    assert resolve_tree("sampled-4-2-1") == SampledTree((4, 2, 1))
     for name in ("sampled-0x4", "sampled-3", "sampled-3x", "sampled-4-0"):
         with pytest.raises(ValueError, match=f"no tree '{name}'"):
             resolve_tree(name)
     with pytest.raises(ValueError, match="frontier is 0"):
         SampledTree(frontier=0)
-    for wrong in ((3, 0), (3, 1, 1)):
-        with pytest.raises(ValueError, match="width is"):
-            SampledTree(wrong, 2)
+    for wrong in ((3, 0), ()):
+        with pytest.raises(ValueError, match="widths are"):
+            SampledTree(wrong)
