@@ -1,12 +1,14 @@
 """Draft checkpoints: a folder with `draft.safetensors`, only the draft's own weights, and `draft.json`."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from draftwood.models.assets import shipped_path
 from draftwood.models.draft_base import Draft
@@ -19,12 +21,21 @@ FORMAT = 1
 _WEIGHTS, _DESCRIPTION = "draft.safetensors", "draft.json"
 
 
-def save_draft(draft: Draft, folder: str | Path, provenance: dict[str, Any] | None = None) -> Path:
-    """Writes the draft's weights and a description of it, its target and how it came about."""
+def save_draft(
+    draft: Draft,
+    folder: str | Path,
+    provenance: dict[str, Any] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Writes the draft's weights and a description of it, its target and how it came about.
+
+    Args:
+        weights: the draft's state dict, where it was gathered from several processes; None takes the draft's own.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
-    save_file(weights, folder / _WEIGHTS)
+    tensors = draft.state_dict() if weights is None else weights
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / _WEIGHTS)
     description = {
         "format": FORMAT,
         "kind": draft.kind,

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from draftwood.configs.schema import RunConfig
 from draftwood.models.checkpoint import save_draft
 from draftwood.models.draft_base import Draft
 from draftwood.train.fingerprint import file_sha256
+from draftwood.train.sharding import load_weights
 
 FORMAT = 2  # of the training state; 1 had no number
 _WEIGHTS, _STATE, _SUMS = "draft.safetensors", "training.pt", "SHA256SUMS"
@@ -57,14 +59,20 @@ class Checkpoints:
     def latest(self) -> Path | None:
         return self.steps()[-1] if self.steps() else None
 
-    def save(self, step: int, draft: Draft, provenance: dict[str, Any], state: dict[str, Any]) -> Path:
-        """Writes a checkpoint that appears when it is whole, and removes those beyond `keep`."""
+    def save(
+        self, step: int, draft: Draft, weights: dict[str, Tensor], provenance: dict[str, Any], state: dict[str, Any]
+    ) -> Path:
+        """Writes a checkpoint that appears when it is whole, and removes those beyond `keep`.
+
+        Args:
+            weights: the draft's, whole.
+        """
         path = self.folder / f"{_PREFIX}{step:08d}"
         partial = self.folder / f"{_PARTIAL}{path.name}"
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f"{_PARTIAL}*"):  # of a process that was killed
             shutil.rmtree(leftover)
-        save_draft(draft, partial, provenance)
+        save_draft(draft, partial, provenance, weights)
         torch.save({"format": FORMAT, **state}, partial / _STATE)
         sums = [f"{file_sha256(partial / name)}  {name}\n" for name in (_WEIGHTS, _STATE)]
         (partial / _SUMS).write_text("".join(sums), encoding="utf-8")
@@ -82,13 +90,13 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 
-    def save_best(self, draft: Draft, provenance: dict[str, Any]) -> None:
+    def save_best(self, draft: Draft, weights: dict[str, Tensor], provenance: dict[str, Any]) -> None:
         """Writes the draft alone as the best so far; a reader sees the old one or the new one, whole."""
         fresh = self.best.with_name(f"{_PARTIAL}best")
         old = self.best.with_name(f"{_PARTIAL}old-best")
         for leftover in (fresh, old):
             shutil.rmtree(leftover, ignore_errors=True)
-        save_draft(draft, fresh, provenance)
+        save_draft(draft, fresh, provenance, weights)
         if self.best.exists():
             self.best.rename(old)
         fresh.rename(self.best)
@@ -115,7 +123,7 @@ def load_state(path: Path, draft: Draft) -> dict[str, Any]:
     state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
     if state.get("format") != FORMAT:
         raise _old(path)
-    draft.load_state_dict(load_file(path / _WEIGHTS))
+    load_weights(draft, load_file(path / _WEIGHTS))
     return state
 
 

@@ -8,6 +8,7 @@ from draftwood.decode.evaluate import evaluate
 from draftwood.models.checkpoint import load_draft, save_draft
 from draftwood.train.run import Run
 from draftwood.train.setup import held_out_prompts
+from draftwood.train.sharding import whole_weights
 
 
 def decode_held_out(run: Run, step: int, epoch: int) -> None:
@@ -15,11 +16,12 @@ def decode_held_out(run: Run, step: int, epoch: int) -> None:
 
     The draft decodes in the target's dtype, from a copy; the random state of training is left as it was.
     """
+    weights = whole_weights(run.module.draft)
     if run.accelerator.is_main_process:
         settings, target = run.config.evaluate, run.train.features.target
         devices = [target.device] if target.device.type == "cuda" else []
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices):
-            draft = load_draft(save_draft(run.module.draft, folder), target)
+            draft = load_draft(save_draft(run.module.draft, folder, weights=weights), target)
             report = evaluate(
                 target,
                 draft,

@@ -10,7 +10,6 @@ Started again it goes on from its latest checkpoint, to the same weights as if i
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from draftwood.configs.schema import RunConfig
 from draftwood.models.target import Target
-from draftwood.train import setup
+from draftwood.train import setup, sharding
 from draftwood.train.batches import Batch, add_noise, collate, global_batches, micro_batches
 from draftwood.train.checkpoints import DamagedCheckpoint, load_state, provenance, random_state, set_random_state
 from draftwood.train.decoding import decode_held_out
@@ -120,7 +119,7 @@ def _resume(run: Run, meter: Meter) -> Position:
             )
         position = Position(**state["position"])
         run.course.at(max(0, position.step - 1))  # whose optimizers were saved
-        run.course.optimizers.load_state_dict(state["optimizers"])
+        sharding.load_moments(run.course.optimizers, state["optimizers"])
         set_random_state(state["random"])
         if run.accelerator.is_main_process:
             meter.sums.copy_(state["meter"])
@@ -160,12 +159,12 @@ def _train_step(run: Run, numbers: list[int], position: Position, meter: Meter) 
         batch = _load(run, run.train, share)
         inputs = add_noise(batch, stage.align.feature_noise, config.seed, position.epoch)
         is_last = i == len(shares) - 1
-        with nullcontext() if is_last else accelerator.no_sync(run.model):
+        with sharding.accumulating(accelerator, run.model, is_last):
             out = run.model(batch, num_rows, inputs, stage.align.steps)
             # Processes are averaged by the reduction; the loss is a sum over all of them.
             accelerator.backward(out.loss * accelerator.num_processes)
         meter.add(out, batch)
-    norm = nn.utils.clip_grad_norm_(run.module.parameters(), stage.optimizer.max_grad_norm)
+    norm = sharding.whole(nn.utils.clip_grad_norm_(run.module.parameters(), stage.optimizer.max_grad_norm))
     run.course.optimizers.step(position.step)
     return norm
 
@@ -197,9 +196,10 @@ def _validate_and_keep_best(run: Run, position: Position) -> None:
     run.log.validation(position.step, position.epoch, metrics)
     if metrics.acceptance_length > position.best:
         position.best = metrics.acceptance_length
+        weights = sharding.whole_weights(run.module.draft)
         if run.accelerator.is_main_process:
             facts = provenance(run.config, step=position.step, validation=metrics.to_dict())
-            run.checkpoints.save_best(run.module.draft, facts)
+            run.checkpoints.save_best(run.module.draft, weights, facts)
 
 
 @torch.no_grad()
@@ -207,7 +207,7 @@ def validate(run: Run) -> Metrics:
     """Metrics of the draft over all validation rows, each counted once; processes may have different shares."""
     meter = run.meter()
     run.module.eval()
-    with run.course.weighing(run.measured):
+    with run.course.weighing(run.measured), sharding.gathered(run.model):
         for batch in _validation_batches(run):
             meter.add(run.module(batch, 1), batch)
     run.module.train()
@@ -234,15 +234,18 @@ def _reduce(run: Run, meter: Meter, config: RunConfig) -> Metrics:
 
 def _save(run: Run, position: Position, meter: Meter) -> Path:
     sums = run.accelerator.reduce(meter.sums.clone(), "sum")
+    weights = sharding.whole_weights(run.module.draft)
+    moments = sharding.whole_moments(run.course.optimizers)
     if run.accelerator.is_main_process:
         state = {
             "identity": run.identity,
             "position": vars(position),
-            "optimizers": run.course.optimizers.state_dict(),
+            "optimizers": moments,
             "random": random_state(),
             "meter": sums,
         }
-        run.checkpoints.save(position.step, run.module.draft, provenance(run.config, step=position.step), state)
+        facts = provenance(run.config, step=position.step)
+        run.checkpoints.save(position.step, run.module.draft, weights, facts, state)
     run.accelerator.wait_for_everyone()
     latest = run.checkpoints.latest()
     if latest is None:

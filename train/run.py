@@ -17,6 +17,7 @@ from draftwood.train import setup
 from draftwood.train.checkpoints import Checkpoints
 from draftwood.train.losses import Distillation
 from draftwood.train.metrics import Meter
+from draftwood.train.sharding import parallel
 from draftwood.train.stages import Course, measured_config, plan_stages
 from draftwood.train.tracking import MetricsLog
 
@@ -31,7 +32,7 @@ class Run:
     accelerator: Accelerator
     console: Console
     module: Distillation
-    model: nn.Module  # `module`, inside DistributedDataParallel where there are several processes
+    model: nn.Module  # `module`, for several processes inside DistributedDataParallel, or sharded
     course: Course
     train: setup.Split
     validation: setup.Split
@@ -112,6 +113,7 @@ def assemble(
         config.loop.rows_per_chunk,
         setup.autocast_dtype(config),
     )
+    model = parallel(module, accelerator)
     course = Course(module, stages)
     identity = {
         **config.model_dump(mode="json", include={"seed", "draft", "align", "optimizer", "stages"}),
@@ -128,7 +130,7 @@ def assemble(
         accelerator=accelerator,
         console=console,
         module=module,
-        model=accelerator.prepare_model(module),
+        model=model,
         course=course,
         train=train,
         validation=validation,

@@ -26,11 +26,12 @@ from draftwood.models.target import Target, load_target, load_tokenizer
 from draftwood.train.batches import RowSizes, each_row, frequent_tokens
 from draftwood.train.features import FeatureCache, FeatureError, FeatureSource, open_cache
 from draftwood.train.prepare import load_rows, prepare
+from draftwood.train.sharding import is_sharded
 from draftwood.train.turns import TurnPolicy
 
 # Longer than any extraction of features that one process may have to wait for.
 _PATIENCE = timedelta(hours=24)
-_DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+_STRATEGIES = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP}
 logger = logging.getLogger(__name__)
 
 
@@ -82,13 +83,15 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
     """Joins the process group that `accelerate launch` or torchrun set up, if any.
 
     Raises:
-        ValueError: a strategy other than data parallelism; ImportError: a tracker that is not installed.
+        ValueError: a strategy other than DDP and FSDP, or other settings of FSDP than the draft's.
+        ImportError: a tracker that is not installed.
     """
     tracker = config.loop.tracker
     if tracker != "none" and find_spec(tracker) is None:
         raise ImportError(f"loop.tracker is {tracker}, which is not installed: pip install {tracker}, or tracker: none")
     if config.target.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("target.device is cuda, but no GPU is visible to torch; use auto or cpu")
+    is_sharded()  # which checks its settings, before accelerate reads them
     accelerator = Accelerator(
         cpu=config.target.device == "cpu" or not torch.cuda.is_available(),
         log_with=None if tracker == "none" else tracker,
@@ -101,10 +104,10 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
-    if accelerator.distributed_type not in _DATA_PARALLEL:
+    if accelerator.distributed_type not in _STRATEGIES:
         raise ValueError(
             f"a draft is trained data-parallel; {accelerator.distributed_type} is not supported, "
-            "use an accelerate configuration with MULTI_GPU or MULTI_CPU"
+            "use an accelerate configuration with MULTI_GPU, MULTI_CPU or FSDP"
         )
     return accelerator
 

@@ -3,6 +3,7 @@
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.fsdp import FSDPModule
 
 from draftwood.configs.schema import RunConfig
 from draftwood.kernels.distill_loss import chunk_rows
@@ -49,12 +50,13 @@ def describe(run: Run, step: int) -> list[tuple[str, str]]:
     rest = f"{target.vocab_size:,} tokens" if draft.draft_vocab is None else f"{len(draft.draft_vocab):,} of its tokens"
     tied = "embedding and head are" if draft.own_head is None else "embedding is"
     processes = run.accelerator.num_processes
+    shares = "; in shares, one on each process" if isinstance(run.model, FSDPModule) else ""
     frozen = _millions(sum(p.numel() for p in target.model.parameters()))
     threads = f", {torch.get_num_threads()} CPU threads each" if run.accelerator.device.type == "cpu" else ""
     return [
         ("frozen", f"target {target.name}, {frozen} parameters, {target.dtype}, {target.device}"),
         ("tied", f"the draft's {tied} the target's, for {rest}; never in a checkpoint"),
-        ("trained", f"draft {_millions(_trained(run))} parameters: {parts}"),
+        ("trained", f"draft {_millions(_trained(run))} parameters: {parts}{shares}"),
         ("rows", f"{len(run.train.rows):,} of {run.train.sizes.lengths.sum():,} tokens, "
                  f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
         ("batch", f"{run.global_batch_size} rows = {config.loop.batch_size} x {processes} processes x "
@@ -70,7 +72,10 @@ def describe(run: Run, step: int) -> list[tuple[str, str]]:
 def training_bytes(run: Run) -> float:
     """An estimate: weights, gradients and moments, the activations of the longest batch, and one chunk of logits."""
     config, shape = run.config, run.module.draft.config.shape
-    weights = 4 * _trained(run) * (2 + _moments(run))
+    kept = 2 + _moments(run)  # weights, gradients, moments
+    if isinstance(run.model, FSDPModule):  # within a step the first two are whole beside their shares
+        kept = 2 + kept / run.accelerator.num_processes
+    weights = 4 * _trained(run) * kept
     width = 2 if config.loop.mixed_precision == "bf16" else 4
     longest = int(run.train.sizes.lengths.max())
     rows = config.loop.batch_size * longest

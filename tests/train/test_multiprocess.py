@@ -1,4 +1,5 @@
-"""Real processes with gloo, started by accelerate and by torchrun, against one process on the same global batches."""
+"""Real processes with gloo, started by accelerate and by torchrun, against one process on the same global batches; and
+a draft sharded among them (FSDP) against one that each holds whole (DDP)."""
 
 import json
 import os
@@ -15,13 +16,15 @@ from draftwood import configs
 from draftwood.configs.load import load_config
 from draftwood.models.target import load_target
 from draftwood.train.loop import distill
+from draftwood.train.setup import start_processes
 
 _SUPPORT = Path(tiny_run.__file__).parent
 _BIN = Path(sys.executable).parent
-_TWO = Path(configs.__file__).parent / "accelerate" / "two_processes.yaml"
+_CONFIGS = Path(configs.__file__).parent / "accelerate"
 LAUNCHERS = {
-    2: [_BIN / "accelerate", "launch", "--config_file", _TWO],
+    2: [_BIN / "accelerate", "launch", "--config_file", _CONFIGS / "two_processes.yaml"],
     3: [_BIN / "torchrun", "--nproc-per-node", "3"],
+    "sharded": [_BIN / "accelerate", "launch", "--config_file", _CONFIGS / "fsdp.yaml"],
 }
 # 25 training rows: the last global batch of 4 or 6 has one row, so all ranks but one have none.
 RUNS = {
@@ -32,6 +35,11 @@ RUNS = {
         3: ["loop.batch_size=2", "loop.gradient_accumulation=2"],
     },
 }
+
+
+# Of two processes the second validates nothing, as the four rows are one batch; and the first decodes meanwhile.
+MUON = ["optimizer.name=muon", "loop.batch_size=4", "loop.max_steps=4", "loop.decode_every=2"]
+MUON += ["evaluate.num_prompts=1", "evaluate.max_new_tokens=4"]
 
 
 def overrides(folder, name, *more):
@@ -49,17 +57,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def launched(request, folder):
-    """Folder and number of processes, once the launcher has run all of RUNS, and one run stopped and gone on with."""
-    count = request.param
-    plan = [overrides(folder, f"{name}-{count}", *options[count]) for name, options in RUNS.items()]
-    stopped = overrides(folder, f"stopped-{count}", *RUNS["plain"][count])
-    plan += [["stop-rank-1@3", *stopped], stopped]
-    path = folder / f"plan-{count}.json"
+def launch(folder, how, plan):
+    path = folder / f"plan-{how}.json"
     path.write_text(json.dumps(plan))
     ran = subprocess.run(
-        [*map(str, LAUNCHERS[count]), str(_SUPPORT / "run_many.py"), str(path)],
+        [*map(str, LAUNCHERS[how]), str(_SUPPORT / "run_many.py"), str(path)],
         env={**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         cwd=folder,
         capture_output=True,
@@ -67,7 +69,45 @@ def launched(request, folder):
         timeout=300,
     )
     assert ran.returncode == 0, "\n".join(x for x in ran.stderr.splitlines() if "rror" in x or "File" in x)
-    return folder, count
+
+
+def plan_of(folder, count):
+    """All of RUNS, and one run stopped and gone on with."""
+    plan = [overrides(folder, f"{name}-{count}", *options[count]) for name, options in RUNS.items()]
+    stopped = overrides(folder, f"stopped-{count}", *RUNS["plain"][count])
+    return [*plan, ["stop-rank-1@3", *stopped], stopped]
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    begun = overrides(folder, "ddp-fsdp", *RUNS["plain"][2])
+    launch(folder, 2, [*plan_of(folder, 2), overrides(folder, "muon-2", *MUON), ["stop-rank-1@3", *begun]])
+    return folder, 2
+
+
+@pytest.fixture(scope="module")
+def three(folder):
+    launch(folder, 3, plan_of(folder, 3))
+    return folder, 3
+
+
+@pytest.fixture(scope="module", params=["two", pytest.param("three", marks=pytest.mark.slow)])
+def launched(request):
+    """Folder and number of processes, once the launcher has run all that is planned."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def sharded(two):
+    """The folder, once two processes with a sharded draft have run as the two of `two` have."""
+    folder, _ = two
+    stopped = overrides(folder, "stopped-sharded", *RUNS["accumulated"][2])
+    begun, gone_on = (overrides(folder, name, *RUNS["plain"][2]) for name in ("fsdp-ddp", "ddp-fsdp"))
+    whole = [overrides(folder, "accumulated-sharded", *RUNS["accumulated"][2])]
+    whole.append(overrides(folder, "muon-sharded", *MUON))
+    launch(folder, "sharded", [*whole, ["stop-rank-1@3", *stopped], stopped, gone_on, ["stop-rank-1@3", *begun]])
+    distill(load_config(None, overrides(folder, "fsdp-ddp", *RUNS["plain"][1])), load_target(str(folder / "target")))
+    return folder
 
 
 def log_of(folder, name):
@@ -75,15 +115,27 @@ def log_of(folder, name):
     return [json.loads(line) for line in lines]
 
 
+def outcomes_of(folder, how, rank):
+    """Of each run: how it ended, and how many numbers of weights and moments the process held."""
+    lines = [line.split(", holding ") for line in (folder / f"plan-{how}.rank{rank}").read_text().splitlines()]
+    return [(outcome, int(num_held)) for outcome, num_held in lines]
+
+
 def last_weights(folder, name):
     return load_file(max((folder / "runs" / name / "checkpoints").iterdir()) / "draft.safetensors")
+
+
+def last_state(folder, name):
+    """Weights and moments."""
+    path = max((folder / "runs" / name / "checkpoints").iterdir()) / "training.pt"
+    return last_weights(folder, name), torch.load(path, weights_only=True)["optimizers"]
 
 
 def test_the_launcher_really_started_that_many_processes(launched):
     folder, count = launched
     for rank in range(count):
-        outcomes = (folder / f"plan-{count}.rank{rank}").read_text().splitlines()
-        assert outcomes == [f"{how} of {count}" for how in ("finished", "finished", "stopped", "finished")]
+        outcomes = [outcome for outcome, _ in outcomes_of(folder, count, rank)]
+        assert outcomes[:4] == [f"{how} of {count}" for how in ("finished", "finished", "stopped", "finished")]
     assert not (folder / f"plan-{count}.rank{count}").exists()
 
 
@@ -115,3 +167,48 @@ def test_one_rank_asked_to_stop_stops_all_after_the_same_step_and_the_run_goes_o
         last_weights(folder, f"plain-{count}").values(), last_weights(folder, f"stopped-{count}").values(), strict=True
     ):
         torch.testing.assert_close(a, b, atol=10 * tolerance, rtol=0)
+
+
+def test_each_process_holds_half_of_a_sharded_draft_and_of_its_moments(sharded):
+    whole, _, _, _, muon_whole, _ = (num_held for _, num_held in outcomes_of(sharded, 2, 0))
+    ranks = [outcomes_of(sharded, "sharded", rank) for rank in range(2)]
+    assert [outcome for outcome, _ in ranks[0]] == [
+        f"{how} of 2" for how in ("finished", "finished", "stopped", "finished", "finished", "stopped")
+    ]
+    for (_, first), (_, second), expected in zip(*ranks, [whole, muon_whole, *4 * [whole]], strict=True):
+        assert first + second == expected and abs(first - second) < expected / 100
+
+
+# Muon orthogonalises in bfloat16, where the order of a sum shows.
+@pytest.mark.parametrize(
+    ("name", "expected", "tolerance"),
+    [
+        ("accumulated-sharded", "accumulated-2", 1e-6),
+        ("ddp-fsdp", "plain-2", 1e-6),
+        ("fsdp-ddp", "plain-1", 2e-3),
+        ("muon-sharded", "muon-2", 2e-3),
+    ],
+)
+def test_a_sharded_draft_is_trained_as_a_whole_one_also_on_from_a_checkpoint_of_the_other(
+    sharded, name, expected, tolerance
+):
+    found, whole = log_of(sharded, name), log_of(sharded, expected)
+    assert [(r["kind"], r["step"]) for r in found] == [(r["kind"], r["step"]) for r in whole]
+    for a, b in zip(found, whole, strict=True):
+        assert a.get("num_rows") == b.get("num_rows")
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=tolerance / 10)
+        assert a.get("grad_norm", 0) == pytest.approx(b.get("grad_norm", 0), rel=tolerance)
+    torch.testing.assert_close(last_weights(sharded, name), last_weights(sharded, expected), atol=tolerance, rtol=0)
+
+
+def test_a_sharded_run_goes_on_exactly(sharded):
+    torch.testing.assert_close(
+        last_state(sharded, "stopped-sharded"), last_state(sharded, "accumulated-sharded"), atol=0, rtol=0
+    )
+
+
+def test_fsdp_settings_that_a_draft_is_not_sharded_by_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ValueError, match=r"fsdp_version: 1, but a draft is sharded with 2; .*fsdp\.yaml"):
+        start_processes(load_config(None, []), tmp_path)
