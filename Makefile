@@ -38,6 +38,7 @@ check: setup types  ## ruff, formatting, type checker
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p draftwood
+	$(VENV)/bin/mypy scripts
 
 format: setup  ## let ruff format and fix
 	$(VENV)/bin/ruff check --fix .

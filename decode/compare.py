@@ -36,9 +36,14 @@ _ROWS = {
 class Settings(Protocol):
     """What is measured: the `evaluate` section of a configuration."""
 
-    tree: str
-    max_new_tokens: int
-    temperature: float
+    @property
+    def tree(self) -> str: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def temperature(self) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,9 @@ def main() -> int:
         Console().print(f"{shape_name}, {'captured as a graph' if graph else 'eager'}", result.table())
         steps.append({"shape": shape_name, "graph": graph, **dataclasses.asdict(result)})
     if arguments.json:
-        rows = {"checks": checks, "timings": timings}
-        results = {key: [dataclasses.asdict(row) for row in value] for key, value in rows.items()} | {"steps": steps}
-        arguments.json.write_text(json.dumps({"device": name, **results}, indent=1) + "\n")
+        results = {"device": name, "checks": [dataclasses.asdict(row) for row in checks]}
+        results |= {"timings": [dataclasses.asdict(row) for row in timings], "steps": steps}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0 if all(check.passed for check in checks) else 1
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from draftwood.configs.load import load_config
 from draftwood.decode.compare import compare_drafts
 from draftwood.decode.console import answer
+from draftwood.decode.screen import open_screen
 from draftwood.models.checkpoint import load_draft, save_draft
 from draftwood.models.target import load_target
 from draftwood.train.loop import Stopped, distill
@@ -44,8 +45,10 @@ def main() -> None:
 
     console.rule("4 of 4: decode with it")
     console.print(QUESTION, style="bold")
-    _, summary = answer(target, drafts["trained"], QUESTION, sys.stdout.write, tree=tree, max_new_tokens=128)
-    console.print(f"\n{summary}\n")
+    screen = open_screen()
+    reply = answer(target, drafts["trained"], QUESTION, screen, tree=tree, max_new_tokens=128)
+    screen.end()
+    console.print(f"{reply.summary}\n")
     console.print(comparison.table())
     console.print(f"written: {comparison.save(folder)}; {time.perf_counter() - started:.0f} s in all")
 
