@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftwood.decode.answers import with_later_turns
 from draftwood.decode.evaluate import describe_machine, our_way, transformers_way
 from draftwood.decode.measure import Journal, Way, measure
 from draftwood.decode.prompts import PromptSet
@@ -102,6 +103,8 @@ def benchmark_decode(
 ) -> DecodeBenchmark:
     """Runs all strategies in turn, prompt by prompt, beside transformers' generate and our loop without drafts.
 
+    Later turns of conversations are prompts too, see `with_later_turns`.
+
     Args:
         models: target and draft, or None for it, by dtype; each strategy runs in every dtype.
         strategies: None: `default_strategies`. Drawn trees are left out at temperature 0.
@@ -134,7 +137,8 @@ def benchmark_decode(
     }
     filled = {name: tree for name, tree in trees.items() if not _is_draftless(tree)}
     tables = []
-    for prompts in prompt_sets:
+    for asked in prompt_sets:
+        prompts = with_later_turns(target, draft, asked, max_new_tokens=max_new_tokens)
         for temperature in temperatures:
             ways = _ways(models, strategies, trees, plans, temperature, max_new_tokens)
             texts = [prompt.input_ids.tolist() for prompt in prompts.prompts]

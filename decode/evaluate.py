@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import draftwood
+from draftwood.decode.answers import with_later_turns
 from draftwood.decode.generate import GenerateOutput, generate, own_eos
 from draftwood.decode.measure import Journal, Outcome, Way, measure
 from draftwood.decode.prompts import Prompt, PromptSet
@@ -62,7 +63,7 @@ def evaluate_draftings(
     on_prompt: Callable[[int, int], None] | None = None,
 ) -> dict[str, Report]:
     """Decodes every prompt with each draft and tree and, with `baseline`, without, by our loop and transformers'
-    generate.
+    generate. Later turns of conversations are prompts too, see `with_later_turns`.
 
     Args:
         draftings: by name; a report comes back for each.
@@ -79,6 +80,8 @@ def evaluate_draftings(
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; expected 1 or more")
     sampling = Sampling(temperature, top_k, top_p)
+    first, _ = next(iter(draftings.values()))
+    prompts = with_later_turns(target, first, prompts, max_new_tokens=max_new_tokens)
     common = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     ways: dict[str, Way] = {
         # lookup and lookahead draft without a draft: None must not

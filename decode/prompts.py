@@ -63,8 +63,14 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     A tokenizer without a template, of a base model, takes the text of the messages as it is.
 
     Raises:
-        ValueError: no token comes out, or the template refuses the messages.
+        ValueError: no token comes out, a text can't be written as UTF-8, or the template refuses the messages.
     """
+    for message in messages:
+        try:
+            message["content"].encode("utf-8")
+        except UnicodeEncodeError as error:  # a lone surrogate: of an argument in other bytes, or escaped in JSON
+            what = f"character {error.start + 1} is {message['content'][error.start]!a}"
+            raise ValueError(f"the {message['role']}'s text is not UTF-8: {what}") from None
     if tokenizer.chat_template:
         try:
             encoded = tokenizer.apply_chat_template(

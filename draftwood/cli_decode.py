@@ -199,8 +199,11 @@ def _settings(
 def _read_turn() -> str:
     from draftwood.decode.text import read_utf8
 
-    if sys.stdin.isatty():
-        return input("> ")
+    while sys.stdin.isatty():
+        try:
+            return read_utf8(input("> ").encode("utf-8", "surrogateescape"), "the line")
+        except ValueError as error:
+            typer.echo(f"{error}; it is left out", err=True)
     line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError

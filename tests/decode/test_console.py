@@ -88,6 +88,8 @@ def test_a_target_without_tokenizer_a_blank_and_a_too_long_prompt_are_refused_by
     bare = dw.load_target(AutoModelForCausalLM.from_config(target.config))
     with pytest.raises(ValueError, match="has no tokenizer"):
         answer(bare, None, "x", tiny_chat.Recorder())
+    with pytest.raises(ValueError, match="user's text is not UTF-8: character 2 is '.udce9'"):
+        answer(target, None, "h\udce9", tiny_chat.Recorder())
     with pytest.raises(ValueError, match="the prompt is blank"):
         answer(target, None, " \n", tiny_chat.Recorder())
     with pytest.raises(ValueError, match=r"the prompt has 20\d\d tokens .* positions for 2048 in all"):

@@ -5,8 +5,16 @@ import tiny_chat
 import torch
 
 import draftwood as dw
+from draftwood.decode.benchmark_strategies import benchmark_decode
 from draftwood.decode.evaluate import evaluate, transformers_generate
-from draftwood.decode.prompts import Prompt, PromptSet, encode_messages, prompts_from_rows, read_prompts
+from draftwood.decode.prompts import (
+    Prompt,
+    PromptSet,
+    encode_messages,
+    prompts_from_rows,
+    read_conversations,
+    read_prompts,
+)
 from draftwood.decode.report import LOOP, SPECULATIVE, TRANSFORMERS
 from draftwood.decode.verify import Sampling
 
@@ -117,6 +125,50 @@ def test_prompts_come_from_the_first_turn_through_the_template(tmp_path):
     assert len(read_prompts(path, tokenizer, limit=1).prompts) == 1
     plain = encode_messages(tiny_chat.tokenizer(None), [{"role": "user", "content": "abc"}])
     assert tokenizer.decode(plain[0]) == "abc"
+
+
+def test_later_turns_are_prompts_after_the_targets_own_answers(tmp_path):
+    target = dw.load_target(str(tiny_chat.save(tmp_path / "target")), dtype="float32")
+    path = tmp_path / "some.jsonl"
+    rows = {"a": ["h\u00e9", "more", "end"], "b": ["x"], "c": ["y", "z" * 150]}
+    path.write_text("\n".join(json.dumps({"id": name, "turns": turns}) for name, turns in rows.items()))
+    prompts = read_prompts(path, target.tokenizer, max_tokens=120)
+    report = evaluate(target, untrained(target), prompts, tree="chain-2", max_new_tokens=5)
+    assert [(p.name, p.turn) for p in report.prompts] == [("a.1", 1), ("a.2", 2), ("a.3", 3), ("b", 1), ("c.1", 1)]
+    assert report.num_identical == 5 and report.settings["prompts left out as too long"] == 1
+    assert list(report.groups["turn"]) == ["1", "2", "3"]
+    messages, lengths = [], []
+    for text in rows["a"]:
+        messages.append({"role": "user", "content": text})
+        ids = encode_messages(target.tokenizer, messages)
+        lengths.append(ids.shape[1])
+        own = target.model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+        messages.append({"role": "assistant", "content": target.tokenizer.decode(own, skip_special_tokens=True)})
+    assert [p.prompt_tokens for p in report.prompts[:3]] == lengths
+    settings = dict(strategies=["lookup"], temperatures=(0.0,), max_new_tokens=5)
+    (table,) = benchmark_decode({"float32": (target, None)}, [prompts], **settings).tables
+    assert {row.num_identical for row in table.rows} == {5}
+
+
+def test_prompts_are_read_from_json_lines_an_array_or_plain_text(tmp_path):
+    rows = [{"id": 1, "turns": ["a\u2028b", "c"]}, {"id": 2, "prompt": "d"}]
+    expected = [("1", "a\u2028b", ("c",)), ("2", "d", ())]
+    files = {"x.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "x.json": json.dumps(rows)}
+    for name, text in files.items():
+        (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+        found = list(read_conversations(tmp_path / name))
+        assert [(c.name, c.messages[0]["content"], c.later) for c in found] == expected, name
+    (tmp_path / "x.txt").write_text("[INST] one\n\n{two}\n")
+    found = [(c.row, c.messages[0]["content"]) for c in read_conversations(tmp_path / "x.txt")]
+    assert found == [(1, "[INST] one"), (3, "{two}")]
+    for name, text, message in (
+        ("o.json", "{}", "expected an array"),
+        ("b.json", '[{"prompt": " "}]', "entry 1: a blank prompt"),
+        ("p.jsonl", "plain", r"line 1: not JSON .*\.txt"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            list(read_conversations(tmp_path / name))
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"turns": []}', '{"turns": [1]}'])
