@@ -52,7 +52,7 @@ class Screen:
 class LiveScreen(Screen):
     """With the status below the text, until the answer ends.
 
-    The unfinished last line is drawn together with the status, over and over; whole lines go above them for good.
+    The unfinished last line is drawn together with the status, anew with each; whole lines go above them for good.
     """
 
     def __enter__(self) -> Self:
@@ -73,16 +73,16 @@ class LiveScreen(Screen):
         rows = self._rows()
         if len(rows) > self.console.height // 2:  # what has scrolled away can't be drawn over
             whole, self.line = [*whole, *rows[:-1]], rows[-1]
+        self._update()
         for line in whole:
             self._print(line)
-        self._draw()
 
     def show(self, status: str) -> None:
         self.status = Text(status, style="dim", no_wrap=True, overflow="ellipsis")
-        self._draw()
+        self._update(refresh=True)
 
-    def _draw(self) -> None:
-        self.live.update(Group(*self._rows(), self.status), refresh=True)
+    def _update(self, refresh: bool = False) -> None:
+        self.live.update(Group(*self._rows(), self.status), refresh=refresh)
 
     def _rows(self) -> list[Text]:
         """The line as the terminal will break it."""
