@@ -92,6 +92,7 @@ def benchmark_decode(
     prompt_sets: Sequence[PromptSet],
     *,
     strategies: Sequence[str] | None = None,
+    strategy_dtypes: Sequence[str] | None = None,
     plans: Mapping[str, Plan] | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     max_new_tokens: int = 128,
@@ -106,7 +107,8 @@ def benchmark_decode(
     Later turns of conversations are prompts too, see `with_later_turns`.
 
     Args:
-        models: target and draft, or None for it, by dtype; each strategy runs in every dtype.
+        models: target and draft, or None for it, by dtype; decoding without drafts is measured in all of them.
+        strategy_dtypes: those of `models` that the other strategies run in; None: all.
         strategies: None: `default_strategies`. Drawn trees are left out at temperature 0.
         plans: by dtype; the strategy "plan" runs where there is one.
         journals: folder of files that keep each prompt's outcomes, so that an interrupted run goes on where it was.
@@ -115,7 +117,9 @@ def benchmark_decode(
     Raises:
         ValueError: as `check_settings`.
     """
-    plans = plans or {}
+    plans, drafting = plans or {}, tuple(strategy_dtypes or models)
+    if unknown := [dtype for dtype in drafting if dtype not in models]:
+        raise ValueError(f"strategy dtypes {', '.join(unknown)}: not among the dtypes {', '.join(models)}")
     target, draft = next(iter(models.values()))
     strategies = tuple(strategies or default_strategies(draft, bool(plans)))
     trees = check_settings(
@@ -134,13 +138,14 @@ def benchmark_decode(
         "seed": seed,
         **describe_machine(target),
         "dtype": list(models),
+        "strategy_dtypes": list(drafting),
     }
     filled = {name: tree for name, tree in trees.items() if not _is_draftless(tree)}
     tables = []
     for asked in prompt_sets:
         prompts = with_later_turns(target, draft, asked, max_new_tokens=max_new_tokens)
         for temperature in temperatures:
-            ways = _ways(models, strategies, trees, plans, temperature, max_new_tokens)
+            ways = _ways(models, drafting, strategies, trees, plans, temperature, max_new_tokens)
             texts = [prompt.input_ids.tolist() for prompt in prompts.prompts]
             measured = {"settings": settings, "prompts": texts, "temperature": temperature}
             path = None if journals is None else journals / f"{prompts.name}-{temperature:g}.jsonl"
@@ -164,6 +169,7 @@ def _announce(on_progress: Callable[[str], None], title: str) -> Callable[[int, 
 
 def _ways(
     models: Mapping[str, tuple["Target", Any]],
+    drafting: Sequence[str],
     strategies: Sequence[str],
     trees: Mapping[str, Settings],
     plans: Mapping[str, Plan],
@@ -179,6 +185,8 @@ def _ways(
                 ways[name, dtype] = transformers_way(target, max_new_tokens, Sampling(temperature))
             elif name == AUTOREGRESSIVE:
                 ways[name, dtype] = our_way(target, None, **common)
+            elif dtype not in drafting:
+                continue
             elif name == PLAN and dtype in plans:
                 ways[name, dtype] = our_way(target, draft, tree=plans[dtype], **common)
             elif name in trees and not (temperature == 0 and isinstance(trees[name], SampledTree)):

@@ -59,6 +59,12 @@ def test_every_strategy_runs_in_every_dtype_and_is_compared_with_transformers_in
     assert all(row.num_identical == 3 for row in rows.values())
     assert max(rows[name, d].ratio for name, d in rows if name != "chain-2") == 1
 
+    settings = dict(strategies=["chain-2"], temperatures=[0.0], max_new_tokens=6)
+    some = benchmark_decode(models, [PROMPTS], strategy_dtypes=["bfloat16"], **settings)
+    assert set(rows) - set(rows_of(some)) == {("chain-2", "float32")}
+    with pytest.raises(ValueError, match="strategy dtypes float16: not among"):
+        benchmark_decode(models, [PROMPTS], strategy_dtypes=["float16"], **settings)
+
 
 def test_differing_prompts_shares_speeds_and_gains_are_counted_right():
     def outcome(tokens, seconds, forwards=(), timings=(0, 0, 0)):
