@@ -138,6 +138,7 @@ class LoopConfig(Section):
     mixed_precision: Literal["none", "bf16"] = "bf16"
     # rows of logits held at a time, target and align steps together; None: fewer the larger the vocabulary
     rows_per_chunk: int | None = Field(None, ge=1)
+    compile: bool = False  # passes over logits and the draft's layers through torch.compile; needs a C++ compiler
     log_every: int = Field(10, ge=1)
     evaluate_every: int | None = Field(None, ge=1)  # optimizer steps; None: at the end of each epoch
     decode_every: int | None = Field(None, ge=1)  # optimizer steps; decodes the prompts of `evaluate`

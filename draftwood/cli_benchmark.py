@@ -45,6 +45,9 @@ def benchmark_decode(
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None,
     max_new_tokens: NewTokensOption = 128,
     dtypes: DtypesOption = "float32",
+    strategy_dtypes: Annotated[
+        str | None, typer.Option(help="Of --dtypes those to draft in; default: all. Without drafts all are measured.")
+    ] = None,
     repeats: RepeatsOption = 1,
     seed: Annotated[int, typer.Option(help="Of sampling and intervals.")] = 0,
     device: DeviceOption = None,
@@ -79,6 +82,7 @@ def benchmark_decode(
             models,
             sets,
             strategies=wanted,
+            strategy_dtypes=None if strategy_dtypes is None else strategy_dtypes.split(","),
             plans=plans,
             seed=seed,
             journals=None if json_file is None else json_file.with_suffix(".journals"),
@@ -141,6 +145,7 @@ def benchmark_distill(
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 2,
     length: Annotated[int, typer.Option(help="Rows of the draft in each, all supervised.")] = 512,
     repeats: RepeatsOption = 5,
+    compile: Annotated[bool, typer.Option(help="As loop.compile: through torch.compile.")] = False,
     device: DeviceOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
@@ -164,6 +169,7 @@ def benchmark_distill(
             batch_size=batch,
             length=length,
             repeats=repeats,
+            compiled=compile,
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
             on_progress=status.update,
         )

@@ -57,12 +57,14 @@ class DistillOutput(NamedTuple):
     ranks: Tensor
 
 
-def teacher_statistics(features: Tensor, head: DistillHead, rows_per_chunk: int | None = None) -> TeacherStatistics:
+def teacher_statistics(
+    features: Tensor, head: DistillHead, rows_per_chunk: int | None = None, compiled: bool = False
+) -> TeacherStatistics:
     """Log-sum-exp and argmax of the target's logits for `features` [R, D], holding [rows_per_chunk, V] at a time
-    (None: `chunk_rows`)."""
+    (None: `chunk_rows`); `compiled` as in `distill_loss`."""
     rows_per_chunk = rows_per_chunk or chunk_rows(len(head.weight))
     with torch.autocast(features.device.type, enabled=False):
-        chunks = [distill_loss_torch.statistics(f, head) for f in features.split(rows_per_chunk)]
+        chunks = [distill_loss_torch.statistics(f, head, compiled) for f in features.split(rows_per_chunk)]
     return TeacherStatistics(torch.cat([c.normaliser for c in chunks]), torch.cat([c.argmax for c in chunks]))
 
 
@@ -74,6 +76,7 @@ def distill_loss(
     num_rows: float,
     statistics: TeacherStatistics | None = None,
     rows_per_chunk: int | None = None,
+    compiled: bool = False,
 ) -> DistillOutput:
     """Sum over align steps and rows of the weighted terms, divided by `num_rows`.
 
@@ -85,6 +88,7 @@ def distill_loss(
         statistics: of `features`; None: computed here, at the cost of one product with the whole vocabulary.
         rows_per_chunk: rows of logits held at a time, those of the target and of every align step together; at least
             one of each. None: `chunk_rows` of the target's vocabulary.
+        compiled: through `torch.compile` where torch does the passes over the logits: faster, the same up to rounding.
 
     Raises:
         ValueError: an output whose shape is not that of `features`, or fewer step weights than align steps.
@@ -100,14 +104,15 @@ def distill_loss(
         parts, ranks = reference_parts(outputs, features, head, weights)
         loss = distill_loss_reference(outputs, features, head, weights, num_rows)
         return DistillOutput(loss, parts.detach(), ranks)
-    options = (features, head, weights, num_rows, statistics, rows_per_chunk or chunk_rows(len(head.weight)))
+    rows_per_chunk = rows_per_chunk or chunk_rows(len(head.weight))
+    options = (features, head, weights, num_rows, statistics, rows_per_chunk, compiled)
     return DistillOutput(*_DistillLoss.apply(options, *outputs))
 
 
 class _DistillLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple, *outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        features, head, weights, num_rows, statistics, rows_per_chunk = options
+        features, head, weights, num_rows, statistics, rows_per_chunk, compiled = options
         device, steps = features.device, len(outputs)
         parts = torch.zeros(steps, 4, dtype=wide(head.weight.dtype), device=device)
         ranks = torch.empty(steps, len(features), dtype=torch.int64, device=device)
@@ -126,6 +131,7 @@ class _DistillLoss(torch.autograd.Function):
                     weights,
                     known,
                     with_grad=any(g is not None for g in grads),
+                    compiled=compiled,
                 )
                 parts += found.sums
                 ranks[:, rows] = found.ranks

@@ -1,8 +1,9 @@
 """One chunk of the distillation loss: two matrix products for the target and all align steps together.
 
 Between them every row of logits is replaced, in place, by the weights of the product that gives its gradient:
-`probabilities_` for the target, `weigh_` for the draft, here in torch and in `distill_loss_triton` as kernels. On a CPU
-that is done a few rows at a time, so that the passes over the vocabulary read and write the cache.
+`probabilities_` for the target, `weigh_` for the draft, here in torch, in `distill_loss_triton` as kernels and in
+`distill_loss_compiled` through `torch.compile`. On a CPU the torch form takes a few rows at a time, so that its passes
+over the vocabulary read and write the cache.
 """
 
 import sys
@@ -29,9 +30,9 @@ class ChunkOutput(NamedTuple):
     grads: Tensor | None
 
 
-def statistics(features: Tensor, head: DistillHead) -> TeacherStatistics:
+def statistics(features: Tensor, head: DistillHead, compiled: bool = False) -> TeacherStatistics:
     """Of `features` [C, D], all of whose logits are held."""
-    return _row_operations(features).probabilities_(_logits(features, head.weight, head.scale))
+    return _row_operations(features, compiled).probabilities_(_logits(features, head.weight, head.scale))
 
 
 def chunk(
@@ -41,12 +42,13 @@ def chunk(
     weights: DistillWeights,
     known: TeacherStatistics | None,
     with_grad: bool,
+    compiled: bool = False,
 ) -> ChunkOutput:
     """Of `outputs` J times [C, D] and `features` [C, D], all of whose logits over the draft's vocabulary are held."""
-    rows = _row_operations(features)
+    rows = _row_operations(features, compiled)
     num_steps, count, dtype = len(outputs), len(features), head.draft_weight.dtype
     if known is None and head.positions is not None:
-        known = statistics(features, head)
+        known = statistics(features, head, compiled)
     stacked = torch.cat([x.to(dtype) for x in (features, *outputs)])
     logits = _logits(stacked, head.draft_weight, head.scale).view(num_steps + 1, count, -1)
     target, drafts = logits[0], logits[1:]
@@ -87,13 +89,17 @@ def chunk(
     return ChunkOutput(sums, ranks, grads)
 
 
-def _row_operations(near: Tensor) -> Any:
-    """The module with `probabilities_` and `weigh_`: this one, or their kernels."""
-    if implementation(near) != "triton":
-        return sys.modules[__name__]
-    from draftwood.kernels import distill_loss_triton
+def _row_operations(near: Tensor, compiled: bool) -> Any:
+    """The module with `probabilities_` and `weigh_`: their kernels, their compiled form, or this one."""
+    if implementation(near) == "triton":
+        from draftwood.kernels import distill_loss_triton
 
-    return distill_loss_triton
+        return distill_loss_triton
+    if compiled:
+        from draftwood.kernels import distill_loss_compiled
+
+        return distill_loss_compiled
+    return sys.modules[__name__]
 
 
 def probabilities_(logits: Tensor) -> TeacherStatistics:

@@ -25,6 +25,7 @@ from draftwood.models.memory import peak_memory
 from draftwood.models.target import Target
 from draftwood.models.timing import elapsed_ms
 from draftwood.train.batches import Batch, RowSizes, collate
+from draftwood.train.compiled import check_compiler
 from draftwood.train.features import FeatureSource, open_cache
 from draftwood.train.losses import Distillation
 from draftwood.train.optim import Optimizers
@@ -90,6 +91,7 @@ def benchmark_distill(
     rows_per_chunk: int | None = None,
     repeats: int = 5,
     device: torch.device | str = "cpu",
+    compiled: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> DistillBenchmark:
     """Times a training step (features, align forward, loss, backward, AdamW) at every number of align steps.
@@ -102,8 +104,10 @@ def benchmark_distill(
         length: rows of the draft in each of the `batch_size` sequences, all supervised.
         rows_per_chunk: as in `distill_loss`.
         repeats: timed rounds; in each, every combination runs once.
+        compiled: the time is that of a step with `loop.compile`; memory and operations are counted without.
 
     Raises:
+        RuntimeError: `compiled` without a compiler.
         ValueError: an `align` without 1 or below it, an unknown source, or a size below 1.
     """
     if 1 not in align or min(align) < 1:
@@ -114,11 +118,13 @@ def benchmark_distill(
         if size < 1:
             raise ValueError(f"{name} is {size}; expected at least 1")
     device = torch.device(device)
+    if compiled:
+        check_compiler(device)
     on_progress("building the target")
     target = random_target(shape, precision or torch.float32, device, length + _TOKENS_BEYOND)
     with TemporaryDirectory() as folder:
-        batches = _batch_makers(target, sources, precision, batch_size, length, Path(folder))
-        training = _Training(target, precision, rows_per_chunk, batch_size * length)
+        batches = _batch_makers(target, sources, precision, batch_size, length, Path(folder), compiled)
+        training = _Training(target, precision, rows_per_chunk, batch_size * length, compiled)
         keys = [(source, n) for source in batches for n in align]
         times: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
         for i, (source, n) in enumerate(keys):
@@ -129,6 +135,9 @@ def benchmark_distill(
             for source, n in keys:
                 times[source, n].append(elapsed_ms(device, partial(training.step, batches[source], n)))
         on_progress("memory and operations")
+        if compiled:  # whose allocations and products are not seen: counted without
+            batches = _batch_makers(target, sources, precision, batch_size, length, Path(folder))
+            training = _Training(target, precision, rows_per_chunk, batch_size * length)
         peaks = {(source, n): training.peak_bytes(batches[source], n) for source, n in keys}
         flops = {(source, n): training.flops(batches[source], n) for source, n in keys}
     num_rows = batch_size * length
@@ -145,6 +154,7 @@ def benchmark_distill(
         "length": length,
         "rows_per_chunk": rows_per_chunk or chunk_rows(shape.vocab_size),
         "repeats": repeats,
+        "compiled": compiled,
         **machine(device),
     }
     return DistillBenchmark(settings, rows)
@@ -170,11 +180,18 @@ def random_target(shape: Shape, dtype: torch.dtype, device: torch.device, length
 class _Training:
     """A draft and its optimizer, shared by all combinations: what a step costs does not depend on the weights."""
 
-    def __init__(self, target: Target, precision: torch.dtype | None, rows_per_chunk: int | None, num_rows: int):
+    def __init__(
+        self,
+        target: Target,
+        precision: torch.dtype | None,
+        rows_per_chunk: int | None,
+        num_rows: int,
+        compiled: bool = False,
+    ):
         torch.manual_seed(0)
         draft = EagleDraft.from_target(target).train()
         head = DistillHead.build(target.head_weight, None, target.logit_scale, precision)
-        self.module = Distillation(draft, head, DistillWeights(), 1, rows_per_chunk, precision)
+        self.module = Distillation(draft, head, DistillWeights(), 1, rows_per_chunk, precision, compiled)
         self.optimizers = Optimizers(draft, OptimizerConfig(schedule="constant", warmup_ratio=0.0), total_steps=1)
         self.device, self.num_rows = target.device, num_rows
 
@@ -200,6 +217,7 @@ def _batch_makers(
     batch_size: int,
     length: int,
     folder: Path,
+    compiled: bool = False,
 ) -> dict[str, Callable[[], Batch]]:
     """For each source, what gives a step its batch; `folder` holds the cached features."""
     draw = np.random.default_rng(1)
@@ -207,7 +225,7 @@ def _batch_makers(
     rows = [{"input_ids": ids, "loss_mask": np.ones(len(ids), bool)} for ids in tokens]
     numbers = list(range(batch_size))
     head = DistillHead.build(target.head_weight, None, target.logit_scale, precision)
-    online = FeatureSource(target, rows, head, precision)
+    online = FeatureSource(target, rows, head, precision, compiled=compiled)
 
     def collated(source: FeatureSource) -> Batch:
         return collate(numbers, rows, source(numbers), target.hidden_dim, target.device)

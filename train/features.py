@@ -50,6 +50,7 @@ class FeatureSource:
 
     Attributes:
         precision: dtype that the target's forward is autocast to; None is the target's own.
+        compiled: the statistics through `torch.compile`.
     """
 
     target: Target
@@ -57,6 +58,7 @@ class FeatureSource:
     head: DistillHead
     precision: torch.dtype | None = None
     cache: "FeatureCache | None" = None
+    compiled: bool = False
 
     def __call__(self, numbers: Sequence[int]) -> list[RowFeatures]:
         """Of each row its features [T, F] and their statistics [T]."""
@@ -79,7 +81,7 @@ class FeatureSource:
         flat = torch.cat(features)
         if not bool(flat.isfinite().all()):
             raise FeatureError(f"{self.target.name}: features of rows {list(numbers)} are not finite")
-        statistics = teacher_statistics(flat[:, -self.target.hidden_dim :], self.head, _ROWS_PER_CHUNK)
+        statistics = teacher_statistics(flat[:, -self.target.hidden_dim :], self.head, _ROWS_PER_CHUNK, self.compiled)
         lengths = [len(i) for i in ids]
         pairs = zip(statistics.normaliser.split(lengths), statistics.argmax.split(lengths), strict=True)
         return [(f, TeacherStatistics(*pair)) for f, pair in zip(features, pairs, strict=True)]

@@ -10,6 +10,7 @@ from draftwood.kernels.distill_loss import DistillHead, DistillWeights, TeacherS
 from draftwood.kernels.own_head_loss import own_head_loss
 from draftwood.models.draft_base import Draft
 from draftwood.train.batches import Batch
+from draftwood.train.compiled import compile_layers
 
 
 class StepOutput(NamedTuple):
@@ -39,8 +40,13 @@ class Distillation(nn.Module):
         steps: int,
         rows_per_chunk: int | None = None,
         precision: torch.dtype | None = None,
+        compiled: bool = False,
     ):
-        """`precision`: the dtype the draft's forward is autocast to, None for its own; the loss follows the head's."""
+        """
+        Args:
+            precision: the dtype the draft's forward is autocast to, None for its own; the loss follows the head's.
+            compiled: the passes over the logits and the draft's layers through `torch.compile`.
+        """
         super().__init__()
         self.draft = draft
         self.head = head
@@ -48,6 +54,9 @@ class Distillation(nn.Module):
         self.steps = steps
         self.rows_per_chunk = rows_per_chunk
         self.precision = precision
+        self.compiled = compiled
+        if compiled:
+            compile_layers(draft)
 
     def forward(
         self, batch: Batch, num_rows: float, inputs: Tensor | None = None, steps: int | None = None
@@ -70,7 +79,9 @@ class Distillation(nn.Module):
         statistics = TeacherStatistics(predicted(batch.statistics.normaliser), predicted(batch.statistics.argmax))
         features = predicted(batch.features[..., -self.head.weight.shape[1] :])
         own_head = self.draft.own_head
-        loss = distill_loss if own_head is None else partial(own_head_loss, weight=own_head)
+        loss = partial(distill_loss, compiled=self.compiled)
+        if own_head is not None:
+            loss = partial(own_head_loss, weight=own_head)
         found = loss(
             rows,
             features=features,

@@ -112,6 +112,7 @@ def assemble(
         measured.align.steps,
         config.loop.rows_per_chunk,
         setup.autocast_dtype(config),
+        config.loop.compile,
     )
     model = parallel(module, accelerator)
     course = Course(module, stages)

@@ -24,6 +24,7 @@ from draftwood.models.draft_base import Draft
 from draftwood.models.draft_kinds import KINDS
 from draftwood.models.target import Target, load_target, load_tokenizer
 from draftwood.train.batches import RowSizes, each_row, frequent_tokens
+from draftwood.train.compiled import check_compiler
 from draftwood.train.features import FeatureCache, FeatureError, FeatureSource, open_cache
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.sharding import is_sharded
@@ -84,7 +85,7 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
 
     Raises:
         ValueError: a strategy other than DDP and FSDP, or other settings of FSDP than the draft's.
-        ImportError: a tracker that is not installed.
+        ImportError: a tracker that is not installed; RuntimeError: loop.compile without a compiler.
     """
     tracker = config.loop.tracker
     if tracker != "none" and find_spec(tracker) is None:
@@ -109,6 +110,8 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
             f"a draft is trained data-parallel; {accelerator.distributed_type} is not supported, "
             "use an accelerate configuration with MULTI_GPU, MULTI_CPU or FSDP"
         )
+    if config.loop.compile:
+        check_compiler(accelerator.device)
     return accelerator
 
 
@@ -216,11 +219,12 @@ def load_splits(
     """
     kind, options = _kind(config)
     kind.prepare_target(target, **options)
-    head = DistillHead.build(target.head_weight, None, target.logit_scale, autocast_dtype(config))
+    precision, compiled = autocast_dtype(config), config.loop.compile
+    head = DistillHead.build(target.head_weight, None, target.logit_scale, precision)
     left, splits = config.features.max_gb, []
     for name in ("validation", "train"):
         rows = load_split(config, data_folder, name)
-        sizes, source = RowSizes.of(rows), FeatureSource(target, rows, head, autocast_dtype(config))
+        sizes, source = RowSizes.of(rows), FeatureSource(target, rows, head, precision, compiled=compiled)
         folder = Path(config.features.folder or run_folder / "features") / name
         if config.features.source == "cached" and is_dry:
             planned = FeatureCache(folder, sizes.lengths, target.feature_dim, left * 1e9)
@@ -228,9 +232,7 @@ def load_splits(
             console.print(f"{name} {planned.describe()}", highlight=False, soft_wrap=True)
         elif config.features.source == "cached":
             with accelerator.main_process_first():
-                cache = open_cache(
-                    folder, target, sizes, autocast_dtype(config), left, rebuild=config.features.folder is None
-                )
+                cache = open_cache(folder, target, sizes, precision, left, rebuild=config.features.folder is None)
             left -= cache.num_tokens * cache.bytes_per_token / 1e9
             if accelerator.is_main_process:
                 console.print(cache.describe(), highlight=False, soft_wrap=True)
@@ -247,7 +249,7 @@ def load_splits(
                     f"{folder}: process {accelerator.process_index} lacks {len(missing)} files that others wrote; set "
                     "features.folder to a folder that all processes share"
                 )
-            source = FeatureSource(target, rows, head, autocast_dtype(config), cache)
+            source = FeatureSource(target, rows, head, precision, cache, compiled)
         splits.append(Split(rows, sizes, source))
     return splits[1], splits[0]
 

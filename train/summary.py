@@ -61,7 +61,8 @@ def describe(run: Run, step: int) -> list[tuple[str, str]]:
                  f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
         ("batch", f"{run.global_batch_size} rows = {config.loop.batch_size} x {processes} processes x "
                   f"{config.loop.gradient_accumulation} accumulated{threads}; {_padding(run):.1%} padding"),
-        ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {config.loop.mixed_precision} autocast"),
+        ("steps", f"{run.total_steps:,} of the optimizer, {step:,} done; {config.loop.mixed_precision} autocast"
+                  f"{', compiled' if config.loop.compile else ''}"),
         *((f"from step {stage.start:,}", _stage(stage)) for stage in run.course.stages),
         ("memory", f"about {training_bytes(run) / GB:.2f} GB per process beside the target's {_size(target):.2f} GB"),
         ("disk", f"about {checkpoint_bytes(run) / GB:.2f} GB of checkpoints and the best draft, beside the features"),

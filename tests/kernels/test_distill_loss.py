@@ -1,3 +1,6 @@
+import os
+import shutil
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -13,6 +16,8 @@ from draftwood.kernels.distill_loss import (
     teacher_statistics,
 )
 from draftwood.kernels.distill_terms import reference_parts
+
+needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="needs a C++ compiler")
 
 
 def problem(rows, dim=7, vocab=23, draft_size=None, steps=2, seed=0, scale=1.3, dtype=torch.float64):
@@ -203,35 +208,105 @@ def test_acceptance_has_a_finite_gradient_where_nothing_would_be_accepted():
     assert found.loss.isfinite() and gradients(found.loss, huge)[0].isfinite().all()
 
 
-@settings.get_profile("kernels")
-@given(
-    rows=st.integers(1, 4),
-    rows_per_chunk=st.sampled_from([1, 7, 100]),
-    draft_size=st.sampled_from([None, 5, 22]),
-    steps=st.integers(1, 2),
-    acceptance=st.sampled_from([(0.0, None), (1.0, None), (0.7, 3.0)]),
-    seed=st.integers(0, 99),
-)
-@example(rows=3, rows_per_chunk=100, draft_size=5, steps=2, acceptance=(1.0, None), seed=0)
-@example(rows=3, rows_per_chunk=100, draft_size=None, steps=2, acceptance=(0.7, 3.0), seed=1)
-def test_every_implementation_gives_the_loss_its_gradient_parts_and_ranks(
-    backend, rows, rows_per_chunk, draft_size, steps, acceptance, seed
+def assert_is_the_reference(
+    rows, rows_per_chunk, draft_size, steps, acceptance, seed, device="cpu", dtype=torch.float64, compiled=False
 ):
+    """Loss, gradient, parts and ranks; looser where `dtype` is float32."""
     outputs, features, head = problem(rows, draft_size=draft_size, steps=steps, seed=seed)
     weights = DistillWeights(1.0, 0.3, 0.6, 4, None, *acceptance)
-    device = device_of(backend)
-    there = [y.detach().to(device).requires_grad_() for y in outputs]
+    there = [y.detach().to(device, dtype).requires_grad_() for y in outputs]
     positions = None if head.positions is None else head.positions.to(device)
-    moved = DistillHead(head.weight.to(device), head.draft_weight.to(device), positions, head.scale)
-    with use(backend):
-        found = distill_loss(there, features.to(device), moved, weights, 5, rows_per_chunk=rows_per_chunk)
-    expected = distill_loss_reference(outputs, features, head, weights, 5)
-    parts, ranks = reference_parts(outputs, features, head, weights)
-    torch.testing.assert_close(found.loss.cpu(), expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found.parts.cpu(), parts, rtol=1e-10, atol=1e-10)
+    moved = DistillHead(head.weight.to(device, dtype), head.draft_weight.to(device, dtype), positions, head.scale)
+    options = {"rows_per_chunk": rows_per_chunk, "compiled": compiled}
+    found = distill_loss(there, features.to(device, dtype), moved, weights, 5, **options)
+    with use("torch"):
+        expected = distill_loss_reference(outputs, features, head, weights, 5)
+        parts, ranks = reference_parts(outputs, features, head, weights)
+    close = {"rtol": 1e-9, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found.loss.cpu().double(), expected, **close)
+    torch.testing.assert_close(found.parts.cpu().double(), parts, **close)
     assert torch.equal(found.ranks.cpu(), ranks)
     for a, b in zip(gradients(found.loss, there), gradients(expected, outputs), strict=True):
-        torch.testing.assert_close(a.cpu(), b, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(a.cpu().double(), b, **close)
+
+
+PROBLEMS = {
+    "rows": st.integers(1, 4),
+    "rows_per_chunk": st.sampled_from([1, 7, 100]),
+    "draft_size": st.sampled_from([None, 5, 22]),
+    "steps": st.integers(1, 2),
+    "acceptance": st.sampled_from([(0.0, None), (1.0, None), (0.7, 3.0)]),
+    "seed": st.integers(0, 99),
+}
+
+
+@settings.get_profile("kernels")
+@given(**PROBLEMS)
+@example(rows=3, rows_per_chunk=100, draft_size=5, steps=2, acceptance=(1.0, None), seed=0)
+@example(rows=3, rows_per_chunk=100, draft_size=None, steps=2, acceptance=(0.7, 3.0), seed=1)
+def test_every_implementation_gives_the_loss_its_gradient_parts_and_ranks(backend, **problem):
+    with use(backend):
+        assert_is_the_reference(**problem, device=device_of(backend))
+
+
+@pytest.fixture
+def uncompiled():
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@settings.get_profile("kernels")
+@given(**PROBLEMS)
+@example(rows=3, rows_per_chunk=100, draft_size=5, steps=2, acceptance=(1.0, None), seed=0)
+@example(rows=3, rows_per_chunk=100, draft_size=None, steps=2, acceptance=(0.7, 3.0), seed=1)
+def test_what_is_compiled_gives_the_loss_its_gradient_parts_and_ranks(**problem):
+    with torch.compiler.set_stance("force_eager"):
+        assert_is_the_reference(**problem, compiled=True)
+
+
+def test_in_what_is_compiled_a_tie_has_the_winner_of_argmax(uncompiled):
+    head = DistillHead.build(torch.eye(4, dtype=torch.float64))
+    outputs = torch.tensor([[0.0, 1.0, 1.0, 0.0]] * 4, dtype=torch.float64)
+    ranks = distill_loss([outputs], torch.eye(4, dtype=torch.float64), head, DistillWeights(), 1, compiled=True).ranks
+    assert ranks.tolist() == [[2, 0, 1, 2]]
+
+
+def test_extreme_logits_stay_finite_in_what_is_compiled(uncompiled):
+    outputs, features, head = problem(6, dtype=torch.float32)
+    for acceptance in (0.0, 1.0):
+        huge = [(-1e3 * y.detach()).requires_grad_() for y in outputs]
+        weights = DistillWeights(acceptance=acceptance)
+        loss = distill_loss(huge, features * 1e3, head, weights, 6, compiled=True).loss
+        assert loss.isfinite() and all(g.isfinite().all() for g in torch.autograd.grad(loss, huge))
+
+
+@needs_compiler
+def test_one_program_serves_every_number_of_rows():
+    """Rows in chunks of 5 and 3, then of 7."""
+    assert_is_the_reference(8, 15, None, 2, (0.0, None), 0, compiled=True)
+    programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert programs > 0
+    assert_is_the_reference(7, 100, None, 2, (0.0, None), 1, compiled=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("draft_size", [None, 5])
+@pytest.mark.parametrize("acceptance", [(0.0, None), (1.0, None), (0.7, 3.0)])
+def test_compiled_it_is_the_reference(acceptance, draft_size, dtype):
+    assert_is_the_reference(7, 9, draft_size, 2, acceptance, 0, dtype=dtype, compiled=True)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_bfloat16_statistics_are_those_of_its_logits():
+    _, features, head = problem(6, dim=16, vocab=300, dtype=torch.bfloat16, scale=1.0)
+    found = teacher_statistics(features, head, 4, compiled=True)
+    logits = (features @ head.weight.T).float()
+    torch.testing.assert_close(found.normaliser, torch.logsumexp(logits, -1))
+    assert torch.equal(found.argmax, logits.argmax(-1))
 
 
 def test_no_rows_launch_nothing(fast_backend):
