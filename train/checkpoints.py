@@ -23,7 +23,6 @@ from draftwood.configs.schema import RunConfig
 from draftwood.models.checkpoint import save_draft
 from draftwood.models.draft_base import Draft
 from draftwood.train.fingerprint import file_sha256
-from draftwood.train.sharding import load_weights
 
 FORMAT = 2  # of the training state; 1 had no number
 _WEIGHTS, _STATE, _SUMS = "draft.safetensors", "training.pt", "SHA256SUMS"
@@ -103,8 +102,8 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(path: Path, draft: Draft) -> dict[str, Any]:
-    """Puts the weights of checkpoint `path` into `draft` and returns the training state saved with them, on the CPU.
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The draft's weights in checkpoint `path`, whole, and the training state saved with them, on the CPU.
 
     Raises:
         DamagedCheckpoint: a file is missing or not what was written.
@@ -123,8 +122,7 @@ def load_state(path: Path, draft: Draft) -> dict[str, Any]:
     state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
     if state.get("format") != FORMAT:
         raise _old(path)
-    load_weights(draft, load_file(path / _WEIGHTS))
-    return state
+    return load_file(path / _WEIGHTS), state
 
 
 def _old(path: Path) -> OldCheckpoint:

@@ -23,7 +23,7 @@ from draftwood.configs.schema import RunConfig
 from draftwood.models.target import Target
 from draftwood.train import setup, sharding
 from draftwood.train.batches import Batch, add_noise, collate, global_batches, micro_batches
-from draftwood.train.checkpoints import DamagedCheckpoint, load_state, provenance, random_state, set_random_state
+from draftwood.train.checkpoints import DamagedCheckpoint, load_checkpoint, provenance, random_state, set_random_state
 from draftwood.train.decoding import decode_held_out
 from draftwood.train.metrics import Meter, Metrics, summarise
 from draftwood.train.run import Run, set_up
@@ -110,13 +110,14 @@ def _resume(run: Run, meter: Meter) -> Position:
     if latest is not None:
         if not run.config.loop.resume:
             raise ResumeError(f"{run.folder} holds {latest.name}; set loop.resume=true, another name, or delete it")
-        latest, state = _load_latest(run)
+        latest, weights, state = _load_latest(run)
         changed = sorted(key for key in run.identity if state["identity"].get(key) != run.identity[key])
         if changed:
             details = "; ".join(f"{key}: {state['identity'].get(key)} -> {run.identity[key]}" for key in changed)
             raise ResumeError(
                 f"{latest} is of another run ({details}). Undo the change, or use another name or draft.init_from"
             )
+        sharding.load_weights(run.module.draft, weights)
         position = Position(**state["position"])
         run.course.at(max(0, position.step - 1))  # whose optimizers were saved
         sharding.load_moments(run.course.optimizers, state["optimizers"])
@@ -127,13 +128,13 @@ def _resume(run: Run, meter: Meter) -> Position:
     return position
 
 
-def _load_latest(run: Run) -> tuple[Path, dict[str, Any]]:
-    """The latest checkpoint that is whole, in the draft, and its training state. Damaged ones are set aside."""
+def _load_latest(run: Run) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """The latest checkpoint that is whole: where, its weights, its training state. Damaged ones are set aside."""
     steps = run.checkpoints.steps()
     damaged: list[Path] = []
     for path in reversed(steps):
         try:
-            state = load_state(path, run.module.draft)
+            weights, state = load_checkpoint(path)
         except DamagedCheckpoint as error:
             damaged.append(path)
             run.accelerator.print(f"{error}; going on from the one before it", file=run.console.file)
@@ -141,7 +142,7 @@ def _load_latest(run: Run) -> tuple[Path, dict[str, Any]]:
         run.accelerator.wait_for_everyone()  # before one of them moves what others may still read
         if run.accelerator.is_main_process:
             run.checkpoints.set_aside(damaged)
-        return path, state
+        return path, weights, state
     raise ResumeError(
         f"{run.checkpoints.folder}: {', '.join(p.name for p in steps)} damaged, and there is no older checkpoint; "
         f"delete {run.folder} to start anew, or take draft.init_from={run.checkpoints.best} under another name"

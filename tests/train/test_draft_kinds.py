@@ -35,7 +35,13 @@ def workshop(tmp_path_factory):
 )
 def test_a_draft_is_trained_saved_and_decodes_without_changing_the_output(kind, source, workshop, tmp_path):
     target = dw.load_target(str(workshop / "target"))
-    overrides = [f"output={tmp_path}", f"draft.kind={kind}", f"features.source={source}", *RUNS[kind]]
+    overrides = [
+        f"output={tmp_path}",
+        f"draft.kind={kind}",
+        "loop.max_steps=3",
+        f"features.source={source}",
+        *RUNS[kind],
+    ]
     best = distill(tiny_run.config(workshop, *overrides), target)
     fresh = dw.load_target(str(workshop / "target"))
     draft = dw.load_draft(best, fresh)

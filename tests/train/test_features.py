@@ -111,7 +111,7 @@ def test_processes_share_the_blocks_without_gap_or_overlap(tmp_path, target, row
     assert not caches[0].missing()
 
 
-@pytest.mark.parametrize("change", ["rows", "target"])
+@pytest.mark.parametrize("change", ["rows", "target", "settings of the target"])
 def test_stale_features_are_refused_in_a_folder_of_the_users_and_rebuilt_in_the_runs(
     tmp_path, target, rows, change, caplog
 ):
@@ -119,8 +119,11 @@ def test_stale_features_are_refused_in_a_folder_of_the_users_and_rebuilt_in_the_
     other_target, other_rows = target, rows
     if change == "rows":
         other_rows = [*rows[:-1], {**rows[-1], "input_ids": rows[-1]["input_ids"][::-1].copy()}]
-    else:
+    elif change == "target":
         other_target = load_target(tiny.build("bamba", seed=1))
+    else:
+        change, other_target = "target", load_target(tiny.build("bamba"))
+        other_target.config.rms_norm_eps *= 2
     with pytest.raises(FeatureError, match=f"another {change}; set features.folder"):
         cache_in(tmp_path, other_target, other_rows)
     assert not cache_in(tmp_path, target, rows).missing()
@@ -128,6 +131,36 @@ def test_stale_features_are_refused_in_a_folder_of_the_users_and_rebuilt_in_the_
         rebuilt = cache_in(tmp_path, other_target, other_rows, rebuild=True)
     assert f"another {change}" in caplog.text and "computed again" in caplog.text
     assert len(rebuilt.missing()) == len(rebuilt.blocks)
+
+
+@pytest.mark.parametrize("key", ["format", "target", "taps", "rows", "precision", "bytes_per_block"])
+def test_all_that_features_depend_on_is_compared(tmp_path, target, rows, key):
+    cache_in(tmp_path, target, rows)
+    index = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**index, key: "other"}))
+    with pytest.raises(FeatureError, match=f"another {key}; set"):
+        cache_in(tmp_path, target, rows)
+
+
+def test_features_under_autocast_are_others(tmp_path, target, rows):
+    cache_in(tmp_path, target, rows)
+    with pytest.raises(FeatureError, match="another precision; set"):
+        open_cache(tmp_path, target, RowSizes.of(rows), torch.bfloat16, 1.0, rebuild=False)
+
+
+@pytest.mark.parametrize("tokens_per_batch", [1, 25, 40])
+def test_a_forward_is_within_the_tokens_allowed_with_its_padding(tmp_path, target, rows, tokens_per_batch):
+    forwards = []
+
+    class Noting(FeatureSource):
+        def compute(self, numbers):
+            forwards.append([len(rows[i]["input_ids"]) for i in numbers])
+            return super().compute(numbers)
+
+    source = Noting(target, rows, DistillHead.build(target.head_weight))
+    cache_in(tmp_path, target, rows).fill(source, tokens_per_batch)
+    assert all(len(n) * max(n) <= tokens_per_batch or len(n) == 1 for n in forwards)
+    assert tokens_per_batch == 1 or len(forwards) < len(rows)
 
 
 def test_a_cache_holds_the_taps_and_is_refused_with_others(tmp_path, rows):

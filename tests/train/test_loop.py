@@ -11,6 +11,7 @@ from tiny_run import log_of
 
 from draftwood.kernels.distill_loss import DistillHead
 from draftwood.models.checkpoint import load_draft
+from draftwood.models.target import load_target
 from draftwood.train import loop
 from draftwood.train.batches import collate
 from draftwood.train.checkpoints import Checkpoints
@@ -22,6 +23,14 @@ from draftwood.train.prepare import load_rows
 from draftwood.train.rows import supervised_rows
 from draftwood.train.run import set_up
 from draftwood.train.setup import build_draft, loss_weights
+
+
+@pytest.fixture(scope="module")
+def finished(workshop, target, tmp_path_factory):
+    """The configuration of a run of 6 steps that is done."""
+    config = tiny_run.config(workshop, f"output={tmp_path_factory.mktemp('runs')}", "loop.epochs=1")
+    distill(config, target)
+    return config
 
 
 @pytest.fixture
@@ -129,11 +138,15 @@ def test_a_finished_run_started_again_trains_nothing(make_config, target, monkey
 
 def test_only_the_latest_checkpoints_and_the_best_draft_stay(make_config, target):
     config = make_config("loop.save_every=2", "loop.keep=3", "loop.evaluate_every=1")
+    folder = loop.Path(config.output) / config.name
+    (folder / "checkpoints" / ".partial-step-00000004").mkdir(parents=True)  # of a process that was killed
     best = distill(config, target)
-    folder = best.parent
-    assert [path.name for path in (folder / "checkpoints").iterdir()] and sorted(
-        path.name for path in (folder / "checkpoints").iterdir()
-    ) == ["step-00000008", "step-00000010", "step-00000012"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000008",
+        "step-00000010",
+        "step-00000012",
+    ]
+    assert best == folder / "best" and not list(folder.glob(".*"))
     chosen = json.loads((best / "draft.json").read_text())["provenance"]
     records = {record["step"]: record["acceptance_length"] for record in log_of(config, "validation")}
     assert chosen["validation"]["acceptance_length"] == records[chosen["step"]] == max(records.values())
@@ -163,20 +176,31 @@ def test_a_checkpoint_holds_the_draft_alone_and_how_it_came_about(make_config, t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("optimizer.lr=0.5", "optimizer"),
-        ("seed=1", "seed"),
-        ("loop.epochs=3", "total_steps: 12 -> 18"),
+        ("optimizer.lr=0.5", "optimizer: "),
+        ("seed=1", "rows: .*; seed: 0 -> 1"),
+        ("data.max_length=30", "rows: "),
+        ("draft.norms=none", "draft: "),
+        ("align.topk=3", "align: "),
+        ("stages=[{align: {topk: 3}}]", "stages: "),
+        ("loop.mixed_precision=bf16", "mixed_precision: none -> bf16"),
+        ("loop.epochs=3", "total_steps: 6 -> 18"),
         ("loop.batch_size=3", "global_batch_size: 4 -> 3"),
         ("loop.resume=false", "set loop.resume=true"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_by_what_differs(make_config, target, workshop, change, message):
-    distill(make_config(), target)
-    changes = [change, f"data.folder={workshop}/other"] if change.startswith("seed") else [change]
-    if change.startswith("seed"):
-        changes.append(f"features.folder={workshop}/other-features")
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(finished, target, workshop, tmp_path, change, message):
+    changes = [f"output={finished.output}", "loop.epochs=1", f"features.folder={tmp_path}", change]
+    if change.startswith(("seed", "data")):
+        changes.append(f"data.folder={workshop}/{change}")
     with pytest.raises(ResumeError, match=message):
-        distill(make_config(*changes), target)
+        distill(tiny_run.config(workshop, *changes), target)
+
+
+def test_a_checkpoint_of_another_target_of_the_same_shape_is_refused(finished, workshop):
+    other = load_target(str(workshop / "target"))
+    other.final_norm.weight.data[0] += 1
+    with pytest.raises(ResumeError, match="target: "):
+        distill(finished, other)
 
 
 def test_other_rows_in_a_shared_feature_folder_are_refused(make_config, target, tmp_path):

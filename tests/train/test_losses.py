@@ -206,6 +206,12 @@ def test_a_dataset_reads_as_the_list_of_its_rows(lengths):
     assert ours.supervised.tolist() == theirs.supervised.tolist() == [n - 2 for n in lengths]
 
 
+def test_the_same_tokens_cut_otherwise_are_other_rows():
+    cuts = ([[3, 4], [5]], [[3], [4, 5]], [[3, 4, 5]])
+    rows = ([{"input_ids": ids, "loss_mask": [True] * len(ids)} for ids in cut] for cut in cuts)
+    assert len({RowSizes.of(one).digest for one in rows}) == 3
+
+
 def test_the_draft_vocabulary_is_what_replies_say_most():
     rows = [
         {"input_ids": [9, 9, 9, 4, 7, 4, 7, 4, 2], "loss_mask": [0, 0, 0, 1, 1, 1, 1, 1, 1]},

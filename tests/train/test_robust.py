@@ -20,7 +20,7 @@ from tiny_run import log_of
 
 from draftwood.configs.load import load_config
 from draftwood.train import run as run_module
-from draftwood.train.checkpoints import OldCheckpoint
+from draftwood.train.checkpoints import Checkpoints, OldCheckpoint
 from draftwood.train.launch import main
 from draftwood.train.loop import ResumeError, Stopped, distill
 from draftwood.train.mask_view import mask_view
@@ -46,6 +46,16 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
+@pytest.fixture(scope="module")
+def finished(workshop, target, tmp_path_factory):
+    """The folder of a run of 6 steps with checkpoints of the last two pairs."""
+    config = tiny_run.config(
+        workshop, f"output={tmp_path_factory.mktemp('runs')}", "loop.epochs=1", "loop.save_every=2"
+    )
+    distill(config, target)
+    return run_folder(config)
+
+
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
@@ -56,10 +66,10 @@ def flip_a_bit(path):
     ],
 )
 def test_a_damaged_latest_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_run(
-    make_config, target, capsys, file, damage
+    make_config, target, finished, capsys, file, damage
 ):
     config = make_config("loop.save_every=2")
-    distill(config, target)
+    shutil.copytree(finished, run_folder(config))
     folder = run_folder(config) / "checkpoints"
     saved = load_file(folder / "step-00000006" / "draft.safetensors")
     whole = {name: tensor.clone() for name, tensor in saved.items()}  # not the file's memory
@@ -75,28 +85,51 @@ def test_a_damaged_latest_checkpoint_is_set_aside_and_the_one_before_it_gives_th
     ]
 
 
-def test_no_whole_checkpoint_is_an_error_that_says_what_to_do(make_config, target):
-    config = make_config("loop.save_every=4", "loop.keep=1")
-    distill(config, target)
-    cut_off(run_folder(config) / "checkpoints" / "step-00000006" / "training.pt")
-    with pytest.raises(ResumeError, match="step-00000006 damaged.*delete .* to start anew, or take draft.init_from"):
+def test_no_whole_checkpoint_is_an_error_that_says_what_to_do(make_config, target, finished):
+    config = make_config()
+    shutil.copytree(finished, run_folder(config))
+    for checkpoint in (run_folder(config) / "checkpoints").iterdir():
+        cut_off(checkpoint / "training.pt")
+    with pytest.raises(
+        ResumeError, match="step-00000004, step-00000006 damaged.*delete .* to start anew, or take draft.init_from"
+    ):
         distill(config, target)
 
 
-def test_a_checkpoint_of_an_older_version_is_called_old_and_stays(make_config, target):
-    config = make_config("loop.max_steps=1")
-    distill(config, target)
-    (checkpoint,) = (run_folder(config) / "checkpoints").iterdir()
+def test_a_checkpoint_of_an_older_version_is_called_old_and_stays(make_config, target, finished):
+    config = make_config()
+    shutil.copytree(finished, run_folder(config))
+    checkpoint = max((run_folder(config) / "checkpoints").iterdir())
     state = torch.load(checkpoint / "training.pt", weights_only=True)
     torch.save({key: value for key, value in state.items() if key != "format"}, checkpoint / "training.pt")
     names = ("draft.safetensors", "training.pt")
     sums = [f"{sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     (checkpoint / "SHA256SUMS").write_text("".join(sums))
     for _ in range(2):  # without a number, then without sums too
-        with pytest.raises(OldCheckpoint, match="step-00000001 is of another version .* draft.init_from="):
+        with pytest.raises(OldCheckpoint, match="step-00000006 is of another version .* draft.init_from="):
             distill(config, target)
         (checkpoint / "SHA256SUMS").unlink(missing_ok=True)
-    assert [path.name for path in checkpoint.parent.iterdir()] == ["step-00000001"]
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_killed_while_it_saves_a_run_goes_on_from_the_checkpoint_before(make_config, target, finished, monkeypatch):
+    config = make_config("loop.save_every=2")
+    shutil.copytree(finished, run_folder(config))
+    folder = run_folder(config) / "checkpoints"
+    shutil.rmtree(folder / "step-00000006")
+    save = torch.save
+
+    def save_and_die(*arguments):
+        save(*arguments)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save_and_die)
+        with pytest.raises(MemoryError):
+            distill(config, target)
+    assert Checkpoints(run_folder(config), keep=2).steps() == [folder / "step-00000004"]
+    distill(config, target)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000004", "step-00000006"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -125,9 +158,8 @@ def test_asked_to_stop_before_the_first_step_it_stops_and_loses_nothing(
 def test_a_process_that_is_interrupted_while_it_prepares_says_one_line(workshop, tmp_path, number):
     """A real one, with workers, on rows that take longer to prepare than it is given."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text((workshop / "rows.jsonl").read_text() + "\n" + "\n".join(
-        json.dumps({**row, "id": f"d{i}"}) for i, row in enumerate(tiny_run.conversations(60_000, seed=1))
-    ))  # fmt: skip
+    line = (workshop / "rows.jsonl").read_text().splitlines()[0]
+    rows.write_text("\n".join(line.replace('"c0"', f'"c{i}"') for i in range(60_000)))
     overrides = [*tiny_run.overrides_for(workshop), f"output={tmp_path}", f"data.source={rows}", "data.num_proc=2"]
     overrides.append(f"data.folder={tmp_path}/data")
     process = subprocess.Popen(

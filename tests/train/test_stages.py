@@ -80,12 +80,12 @@ def test_a_second_stage_is_a_run_that_starts_from_the_draft_of_the_first(make_co
     assert {int(entry["step"]) for entry in moments[0]["state"].values()} == {6}, "fresh moments in the second stage"
 
 
-@pytest.mark.parametrize(("killed_at", "second"), [(12, "{lr: 0.002}"), (13, "{name: muon}"), (11, "{}")])
+@pytest.mark.parametrize(("killed_at", "second"), [(6, "{lr: 0.002}"), (7, "{name: muon}"), (5, "{}")])
 def test_killed_around_the_change_of_stage_and_resumed_is_an_uninterrupted_run(
     make_config, target, monkeypatch, killed_at, second
 ):
-    stages = TWO.replace("{lr: 0.002}", second)
-    whole, killed = (make_config(f"name={name}", stages, "loop.save_every=6") for name in ("whole", "killed"))
+    stages = TWO.replace("{lr: 0.002}", second).replace("epochs: 2", "epochs: 1")
+    whole, killed = (make_config(f"name={name}", stages, "loop.save_every=3") for name in ("whole", "killed"))
     train_step = loop._train_step
 
     def stepping(run, numbers, position, meter):
@@ -119,7 +119,7 @@ SMALL = [
 @pytest.mark.parametrize(
     ("recipe", "shorter", "steps"),
     [
-        ("hass", ["stages.0.epochs=2", "stages.1.epochs=1"], [3, 3, 3]),
+        ("hass", ["stages.0.epochs=1", "stages.1.epochs=1"], [3, 3]),
         ("eagle", ["loop.epochs=1"], [1]),
         ("eagle3", ["loop.epochs=1", "draft.taps=[0, 1]"], [7]),
         ("quickstart", ["stages.0.epochs=1", "stages.1.epochs=1"], [1, 3]),
