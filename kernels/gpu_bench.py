@@ -137,10 +137,11 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 1 << 30 if device.type == "cuda" else 1 << 22
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / _eager_us(lambda: target.copy_(source))
+    return 2 * size / eager_us(lambda: target.copy_(source))
 
 
-def _eager_us(call: Callable[[], Any]) -> float:
+def eager_us(call: Callable[[], Any]) -> float:
+    """Microseconds of a call from Python; on a GPU the median of many."""
     if torch.cuda.is_available():
         from triton.testing import do_bench
 
@@ -164,9 +165,9 @@ def _timing(name: str, nodes: int, call: Callable[[], Any], moved: int | None, b
     try:
         with use("triton"):
             call()
-            graph, eager = _graph_us(call), _eager_us(call)
+            graph, eager = _graph_us(call), eager_us(call)
         with use("torch"):
-            plain = _eager_us(call)
+            plain = eager_us(call)
     except RuntimeError as error:
         # One kernel that can't be timed must not cost the other figures of a rented machine.
         return Timing(name, nodes, None, None, None, floor, f"{type(error).__name__}: {str(error)[:200]}")
@@ -253,6 +254,6 @@ def _mamba_ssm(inputs: Inputs, nodes: int) -> Timing:
         pairs = ((ours, theirs), (our_state, their_state))
         errors = [((a - b).float().abs().max() / b.float().abs().max()).item() for a, b in pairs]
         note = f"our scan of a chain differs by {errors[0]:.1e} in the outputs, {errors[1]:.1e} in the state"
-        return Timing(name, nodes, _graph_us(call), _eager_us(call), None, None, note)
+        return Timing(name, nodes, _graph_us(call), eager_us(call), None, None, note)
     except RuntimeError as error:
         return Timing(name, nodes, None, None, None, None, f"{type(error).__name__}: {str(error)[:200]}")

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 BUDGET_S = 300.0
@@ -28,23 +29,25 @@ def main() -> int:
     from rich.console import Console
 
     from draftwood.decode.benchmark import step_benchmarks
-    from draftwood.kernels import gpu_bench
+    from draftwood.kernels import gpu_bench, gpu_bench_distill
 
     if not arguments.smoke and not torch.cuda.is_available():
         parser.error("no GPU is visible; --smoke runs tiny sizes without one")
     device = torch.device("cpu" if arguments.smoke else "cuda")
     name = "interpreter" if arguments.smoke else torch.cuda.get_device_name()
     shape = gpu_bench.SMOKE if arguments.smoke else gpu_bench.Shape()
+    loss_shape = gpu_bench_distill.SMOKE if arguments.smoke else gpu_bench_distill.LossShape()
     sizes = (5,) if arguments.smoke else (13, 64)
 
     checks = []
-    for check in gpu_bench.checks(device, shape, sizes):
+    for check in chain(gpu_bench.checks(device, shape, sizes), gpu_bench_distill.checks(device, loss_shape)):
         checks.append(check)
         verdict = "ok" if check.passed else "WRONG"
         print(f"{check.operator:36}{check.nodes:4} {check.dtype:9} error {check.error:.1e}  {verdict}", flush=True)
     print(f"\n{name}, microseconds:\n{'':36}{'nodes':>5}{'graph':>9}{'called':>9}{'torch':>9}{'bytes':>9}")
     timings = []
-    for timing in gpu_bench.timings(device, shape, sizes, start + BUDGET_S):
+    loss_timings = gpu_bench_distill.timings(device, loss_shape)
+    for timing in chain(loss_timings, gpu_bench.timings(device, shape, sizes, start + BUDGET_S)):
         timings.append(timing)
         figures = (timing.graph_us, timing.eager_us, timing.torch_us, timing.bytes_us)
         numbers = "".join(f"{'-':>9}" if figure is None else f"{figure:9.1f}" for figure in figures)

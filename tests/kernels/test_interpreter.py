@@ -36,6 +36,8 @@ def test_the_gpu_check_passes_at_tiny_sizes(tmp_path):
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
     rows = json.loads(results.read_text())
     assert {row["operator"].split()[0] for row in rows["checks"]} == {
-        *("tree_scan", "tree_conv", "tree_delta", "tree_selective", "tree_attention")
+        *("tree_scan", "tree_conv", "tree_delta", "tree_selective", "tree_attention", "distill_loss")
     }
     assert all(row["torch_us"] for row in rows["timings"] if row["name"].startswith("tree_"))
+    losses = [row for row in rows["timings"] if row["name"].startswith("distill_loss")]
+    assert len(losses) == 4 and all(row["eager_us"] for row in losses)
