@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwood.decode.verify import Acceptance
+from draftwood.decode.tree import Tree
+from draftwood.decode.verify import Acceptance, draw_one
 
 
 class Stops(NamedTuple):
@@ -49,14 +50,17 @@ def stops(p: Tensor, q: Tensor, drafts: Tensor) -> Stops:
     return Stops(torch.cat([chance, weight[:, -1:]], 1), torch.cat([rest, p[:, -1:]], 1))
 
 
-def verify_block(p: Tensor, q: Tensor, tokens: Tensor, generator: torch.Generator | None = None) -> Acceptance:
-    """Keeps drafts of drawn chains: `tokens` [B, k+1] with the roots, p and q as `stops`; one host synchronisation."""
+def verify_block(
+    p: Tensor, q: Tensor, tokens: Tensor, tree: Tree, generator: torch.Generator | None = None
+) -> Acceptance:
+    """Keeps drafts of drawn chains: `tokens` [B, k+1] at the nodes of `tree`, p and q as `stops`; one host
+    synchronisation."""
     batch, count = tokens.shape[0], tokens.shape[1] - 1
     chance, rest = stops(p, q, tokens[:, 1:])
     falls = torch.rand(batch, count, device=p.device, dtype=p.dtype, generator=generator) < chance[:, 1:]
     kept = (falls * torch.arange(1, count + 1, device=p.device)).amax(1)
-    bonus = torch.multinomial(rest[torch.arange(batch, device=p.device), kept], 1, generator=generator).squeeze(1)
-    rows = torch.cat([tokens, kept[:, None], bonus[:, None]], 1).tolist()
+    bonus = draw_one(rest[torch.arange(batch, device=p.device), kept], generator)
+    (rows,) = tree.read(torch.cat([tokens, kept[:, None], bonus[:, None]], 1))
     lengths = [row[-2] for row in rows]
     return Acceptance(
         [list(range(length + 1)) for length in lengths],

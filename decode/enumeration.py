@@ -1,6 +1,6 @@
 """Evidence that the acceptance rules are exact: every outcome of their random choices, on small vocabularies.
 
-The rules themselves run, unchanged. While they do, the few torch functions with which they draw are answered from a
+The rules themselves run, unchanged. While they do, the few functions with which they draw are answered from a
 tree of outcomes that is walked to its end, each with its probability, so that what comes out is the rule's exact
 distribution. A function that draws in another way is not answered, and the distribution then does not come out right.
 """
@@ -45,7 +45,7 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 class Outcomes(TorchFunctionMode):
-    """Answers `torch.multinomial` of one row and comparisons with `torch.rand` with the outcomes of one branch."""
+    """Answers `draw_one` and comparisons with `torch.rand` with the outcomes of one branch."""
 
     def __init__(self, branch: list[list[int]]):
         super().__init__()
@@ -64,10 +64,8 @@ class Outcomes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.multinomial:
-            p = args[0] if args[0].ndim == 2 else args[0][None]
-            drawn = torch.tensor([[self.choose(row)] for row in p.tolist()])
-            return drawn if args[0].ndim == 2 else drawn[0]
+        if func is verify.draw_one:
+            return torch.tensor([self.choose(row) for row in args[0].tolist()])
         if func is torch.rand:
             made = func(*args, **kwargs)
             self.uniform.append(made)

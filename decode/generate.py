@@ -20,6 +20,7 @@ from draftwood.decode.stats import ForwardStats, RowStats
 from draftwood.decode.stopping import Stopping
 from draftwood.decode.transformers_call import read_config
 from draftwood.decode.verify import Acceptance, Sampling, verify_greedy, verify_sampled
+from draftwood.models.transfer import send
 from draftwood.models.tree import Tree, root_tree
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ class _Decoding:
         paths = [path if b in self.active else [] for b, path in enumerate(kept.paths)]
         if not is_committed:
             self.target.commit(self.state, paths)
-        self.roots = torch.tensor([emitted[-1] for emitted in kept.emitted], device=tokens.device)
+        self.roots = send([emitted[-1] for emitted in kept.emitted], tokens.device)
         if self._room() > 0 and self.proposer is not None:
             self.proposer.advance(tokens, features, paths, self.roots)
 
@@ -303,6 +304,9 @@ class _Decoding:
         new: list[list[int]] = [[] for _ in blocks]
         ended = set()
         for b in self.active:
+            if blocks[b][-1] < 0:
+                count = len(self.output.tokens[b])
+                raise ValueError(f"row {b}: the target's logits after {count} new tokens are not numbers")
             new[b], is_end = self.stopping.cut(b, self.output.tokens[b], blocks[b])
             self.output.tokens[b] += new[b]
             if is_end:

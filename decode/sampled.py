@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftwood.decode.block import verify_block
 from draftwood.decode.tree import Tree
-from draftwood.decode.verify import Acceptance, Sampling
+from draftwood.decode.verify import Acceptance, Sampling, draw_one, is_free_to_ask
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def verify_drawn(
         levels = torch.arange(tree.num_nodes - 1, device=device)[:, None].expand(-1, batch)
         q = torch.stack([draws.at(node, logits.shape[-1]) for node in levels], 1).softmax(-1)
         p = sampling.probs(logits)
-        return verify_block(p, q.to(p.dtype), tokens, generator)
+        return verify_block(p, q.to(p.dtype), tokens, tree, generator)
     rows, links = torch.arange(batch, device=device), tree.links(tokens.device)
     node = torch.zeros(batch, dtype=torch.int64, device=device)
     going = torch.ones_like(node, dtype=torch.bool)
@@ -129,16 +129,15 @@ def verify_drawn(
             down = torch.where(is_accepted, child, down)
             is_rejected = (is_tried & ~is_accepted)[:, None]
             p, log_q = torch.where(is_rejected, trial.p, p), torch.where(is_rejected, trial.log_q, log_q)
-        drawn = torch.multinomial(p, 1, generator=generator).squeeze(1)
+        drawn = draw_one(p, generator)
         bonus = torch.where(going & (down < 0), drawn, bonus)
         going = going & (down >= 0)
         node = torch.where(going, down, node)
         nodes.append(torch.where(going, node, -1))
-        if device.type == "cpu" and not going.any():
-            break  # elsewhere asking would stall the device for longer than the remaining levels take
+        if is_free_to_ask(device) and not going.any():
+            break
     missed = (links == node[:, None]).any(1)
-    *columns, last, is_missed = torch.stack([*nodes, bonus, missed.long()]).tolist()
-    paths = [[0, *(n for n in row if n >= 0)] for row in zip(*columns, strict=True)]
-    texts = tokens.tolist()
-    emitted = [[*(texts[b][n] for n in path[1:]), last[b]] for b, path in enumerate(paths)]
-    return Acceptance(paths, emitted, [bool(m) for m in is_missed])
+    walked, texts, ends = tree.read(torch.stack(nodes, 1), tokens, torch.stack([bonus, missed.long()], 1))
+    paths = [[0, *(n for n in row if n >= 0)] for row in walked]
+    emitted = [[*(texts[b][n] for n in path[1:]), ends[b][0]] for b, path in enumerate(paths)]
+    return Acceptance(paths, emitted, [bool(is_missed) for _, is_missed in ends])

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from draftwood.decode.tree import Tree
 
@@ -70,7 +71,22 @@ class Sampling:
         """One token per row of `logits` [B, V]: [B] int64."""
         if self.is_greedy:
             return logits.argmax(-1)
-        return torch.multinomial(self.probs(logits), 1, generator=generator).squeeze(-1)
+        return draw_one(self.probs(logits), generator)
+
+
+def draw_one(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One column for each row of `weights` [B, V], drawn in their proportion: [B] int64; -1 where they are not numbers.
+
+    Where the cumulative weights pass a uniform number: one pass over the columns and no question to the device, which
+    `torch.multinomial` asks several, and draws as many exponential variables as there are columns.
+    """
+    if has_torch_function_unary(weights):  # a mode that answers with every outcome in turn
+        return handle_torch_function(draw_one, (weights,), weights, generator)
+    passed = weights.cumsum(-1, dtype=torch.float64)
+    uniform = torch.rand(len(weights), 1, dtype=torch.float64, device=weights.device, generator=generator)
+    # To the right of equal entries, so never a column of weight 0.
+    drawn = torch.searchsorted(passed, uniform * passed[:, -1:], right=True)
+    return torch.where(passed[:, -1:].isfinite(), drawn, -1).squeeze(1)
 
 
 class Acceptance(NamedTuple):
@@ -107,21 +123,35 @@ def accept(tokens: Tensor, tree: Tree, choose: Choose) -> Acceptance:
         node = torch.where(going, is_match.int().argmax(1), node)
         nodes.append(torch.where(going, node, -1))
         drawn.append(token)
-        if node.device.type == "cpu" and not going.any():
-            break  # elsewhere asking would stall the device for longer than the remaining levels take
-    missed = (links == node[:, None]).any(1)
-    *columns, last = torch.stack([*nodes, *drawn, missed.long()]).tolist()
-    paths = [[0, *(n for n in row if n >= 0)] for row in zip(*columns[: len(nodes)], strict=True)]
-    emitted = [
-        list(row[: len(path)]) for row, path in zip(zip(*columns[len(nodes) :], strict=True), paths, strict=True)
-    ]
-    return Acceptance(paths, emitted, [bool(m) for m in last])
+        if is_free_to_ask(node.device) and not going.any():
+            break
+    missed = (links == node[:, None]).any(1, keepdim=True)
+    levels, choices, last = tree.read(torch.stack(nodes, 1), torch.stack(drawn, 1), missed.long())
+    paths = [[0, *(n for n in row if n >= 0)] for row in levels]
+    emitted = [row[: len(path)] for row, path in zip(choices, paths, strict=True)]
+    return Acceptance(paths, emitted, [bool(m) for (m,) in last])
+
+
+def is_free_to_ask(device: torch.device) -> bool:
+    """Whether to ask if all rows are done; a GPU would stall for longer than the remaining levels take."""
+    return device.type == "cpu"
 
 
 def verify_greedy(logits: Tensor, tokens: Tensor, tree: Tree) -> Acceptance:
-    """Keeps the drafts that the argmax of the target's `logits` [B, n, V] agrees with; see `accept`."""
-    choices = logits.argmax(-1)
-    return accept(tokens, tree, lambda node: choices.gather(1, node[:, None]).squeeze(1))
+    """As `accept`, with the argmax of the target's `logits` [B, n, V] as the token drawn at a node; the host walks."""
+    choices, drafted = tree.read(logits.argmax(-1), tokens)
+    kept = Acceptance([], [], [])
+    for row, (chosen, drafts) in enumerate(zip(choices, drafted, strict=True)):
+        if row == 0 or tree.num_rows > 1:
+            children = tree.children(row)
+        path, emitted = [0], [chosen[0]]
+        while below := [node for node in children[path[-1]] if drafts[node] == emitted[-1]]:
+            path.append(below[0])
+            emitted.append(chosen[below[0]])
+        kept.paths.append(path)
+        kept.emitted.append(emitted)
+        kept.missed.append(bool(children[path[-1]]))
+    return kept
 
 
 def verify_sampled(

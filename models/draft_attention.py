@@ -44,7 +44,8 @@ class AttentionDraft(Draft[DraftState]):
         if state.width:
             causal = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
             mask = state.mask_for(causal[None], device)
-        positions = torch.tensor(state.lengths, device=device)[:, None] + torch.arange(rows, device=device)
+        lengths, _ = state.committed(device)
+        positions = lengths + torch.arange(rows, device=device)
         out = self._run(state, self.read(features), next_ids, positions, mask)
         state.commit(rows, counts if counts is not None else [rows] * len(state.lengths))
         return out
@@ -52,7 +53,8 @@ class AttentionDraft(Draft[DraftState]):
     def expand(self, state: DraftState, features: Tensor, ids: Tensor, depth: int, ancestors: Tensor) -> Tensor:
         mask = state.mask_for(ancestors, features.device)
         # The root's own row is the last committed one, so depth 1 comes right behind.
-        positions = torch.tensor(state.lengths, device=features.device)[:, None] + (depth - 1)
+        lengths, _ = state.committed(features.device)
+        positions = lengths + (depth - 1)
         out = self._run(state, features, ids, positions.expand(-1, ids.shape[1]), mask)
         state.num_nodes += ids.shape[1]
         return out

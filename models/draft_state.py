@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from draftwood.models.cache import KeyValueBuffer
 from draftwood.models.state import accepted_columns
+from draftwood.models.transfer import send
 
 
 class DraftState:
@@ -18,6 +19,7 @@ class DraftState:
         self.lengths = [0] * batch_size
         self.num_nodes = 0
         self.buffers = [KeyValueBuffer() for _ in range(num_layers)]
+        self._committed: tuple[Tensor, Tensor] | None = None
 
     @property
     def width(self) -> int:
@@ -30,10 +32,16 @@ class DraftState:
             query, all_keys, all_values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
 
+    def committed(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`lengths` [B, 1] int64 and which columns they are, [B, 1, width] bool, made once per commit."""
+        if self._committed is None:
+            lengths = send(self.lengths, device)[:, None]
+            self._committed = lengths, (torch.arange(self.width, device=device) < lengths)[:, None]
+        return self._committed
+
     def mask_for(self, below: Tensor, device: torch.device) -> Tensor:
         """[B, 1, t, width + c] bool: a row's committed columns, then `below` [B or 1, t, c] over the columns behind."""
-        lengths = torch.tensor(self.lengths, device=device)
-        prefix = (torch.arange(self.width, device=device) < lengths[:, None])[:, None]
+        _, prefix = self.committed(device)
         shape = (len(self.lengths), below.shape[1], -1)
         return torch.cat([prefix.expand(shape), below.expand(shape)], -1)[:, None]
 
@@ -44,5 +52,6 @@ class DraftState:
         if columns is not None:
             for buffer in self.buffers:
                 device = buffer.keys.device  # type: ignore[union-attr]
-                buffer.move(columns[0].to(device), columns[1].to(device))
+                buffer.move(send(columns[0], device), send(columns[1], device))
+        self._committed = None
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -53,7 +52,10 @@ class Family:
 
     def scale(self, config: PreTrainedConfig) -> float:
         """The factor of `scaled`."""
-        return self.scaled(config, torch.ones((), dtype=torch.float64)).item()
+        if self.logit_scale is None:
+            return 1.0
+        name, divides = self.logit_scale
+        return 1 / getattr(config, name) if divides else float(getattr(config, name))
 
 
 RECURRENT = frozenset({"linear_attention"})

@@ -13,6 +13,7 @@ from torch import Tensor
 from draftwood.kernels.tables import newest_ancestors
 from draftwood.models.draft import max_length
 from draftwood.models.target import Target, load_target
+from draftwood.models.transfer import send
 from draftwood.models.tree import Tree, root_tree
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class LanguageDraft:
         chain = torch.cat([state.roots[:, None], next_ids], 1)
         out = self.model.verify(state.decode, chain, Tree.chain(width))
         self.model.commit(state.decode, [range(count) for count in counts])
-        last = torch.tensor(counts, device=chain.device)
+        last = send(counts, chain.device)
         state.roots = chain[torch.arange(batch, device=chain.device), last]
         return out.features[:, 1:]
 

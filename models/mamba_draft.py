@@ -18,6 +18,7 @@ from draftwood.models.draft import layer_shape
 from draftwood.models.draft_base import AlignStep
 from draftwood.models.draft_fusion import FusionConfig, FusionDraft, Norms
 from draftwood.models.mamba_layer import MambaLayer, MambaShape, MixerState
+from draftwood.models.transfer import send
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -88,7 +89,7 @@ class MambaDraft(FusionDraft[MambaState]):
 
     def extend(self, state: MambaState, features: Tensor, next_ids: Tensor, counts: list[int] | None = None) -> Tensor:
         self.reset_tree(state)
-        on_device = None if counts is None else torch.tensor(counts, device=features.device)
+        on_device = None if counts is None else send(counts, features.device)
         return self._run(
             [partial(layer.mamba.extend, state=mixer, counts=on_device) for layer, mixer in self._pairs(state)],
             self.fuse(self.read(features), self.target.embed(next_ids)),

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from draftwood.models.draft import max_length
 from draftwood.models.draft_base import AlignStep, Draft, DraftConfig, sorted_vocab
+from draftwood.models.transfer import send
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -90,7 +91,7 @@ class MedusaDraft(Draft[MedusaState]):
     def extend(self, state: MedusaState, features: Tensor, next_ids: Tensor, counts: list[int] | None = None) -> Tensor:
         batch, width = next_ids.shape
         features = self.read(features).to(self.dtype)
-        last = torch.tensor(counts or [width] * batch, device=features.device) - 1
+        last = send(counts or [width] * batch, features.device) - 1
         taken = features[torch.arange(batch, device=features.device), last]
         state.features = taken if state.features is None else torch.where((last >= 0)[:, None], taken, state.features)
         return self.heads[0](features)

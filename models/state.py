@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draftwood.kernels.tables import TreeTables
 from draftwood.models.cache import DecodeCache
+from draftwood.models.transfer import send
 from draftwood.models.tree import Tree
 
 
@@ -76,7 +77,7 @@ class DecodeState:
 
     def device_lengths(self, device: torch.device) -> Tensor:
         """[B] int64"""
-        return torch.tensor(self.lengths, device=device)
+        return send(self.lengths, device)
 
 
 def attention_mask(lengths: Tensor, start: int, tables: TreeTables, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -111,7 +112,7 @@ def check_paths(paths: Sequence[Sequence[int]], tree: Tree, batch_size: int) -> 
         parents = tree.rows[own]
         above = -1
         for node in path:
-            is_node = 0 <= node < len(parents) and bool(tree.valid[own, node])
+            is_node = 0 <= node < len(parents) and (not tree.is_padded or bool(tree.valid[own, node]))
             if not is_node or parents[node] != above:
                 raise ValueError(
                     f"row {row}: path {list(path)} is not a path of the tree: node {node} is not a child of "

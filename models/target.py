@@ -20,6 +20,7 @@ from draftwood.models.cache import DecodeCache, merge_rows
 from draftwood.models.families import check_rope, family_of, modeling_module
 from draftwood.models.state import DecodeState, accepted_columns, attention_mask, check_paths
 from draftwood.models.taps import check_taps, tapped_forward
+from draftwood.models.transfer import send
 from draftwood.models.tree import Tree, root_tree
 
 
@@ -228,7 +229,7 @@ class Target:
             )
         tables = tree.tables(self.device)
         state.check_room(tables.max_depth + 1)
-        valid = None if not tree.is_padded else tree.valid.to(self.device).expand(state.batch_size, -1)
+        valid = None if not tree.is_padded else send(tree.valid, self.device).expand(state.batch_size, -1)
         lengths = state.device_lengths(self.device)
         out = self.verify_on_device(state.cache, state.start, lengths, tokens.to(self.device), tables, valid)
         state.pending = tree
@@ -278,10 +279,10 @@ class Target:
             raise ValueError("commit without a verify: call target.verify(state, tokens, tree) first, once per commit")
         tree = state.pending
         check_paths(paths, tree, state.batch_size)
-        nodes = torch.tensor([path[-1] if path else -1 for path in paths], device=self.device)
+        nodes = send([path[-1] if path else -1 for path in paths], self.device)
         columns = accepted_columns(paths, state.lengths, state.start)
         if columns is not None:
-            columns = (columns[0].to(self.device), columns[1].to(self.device))
+            columns = (send(columns[0], self.device), send(columns[1], self.device))
         state.cache.commit(tree.tables(self.device), nodes, columns)
         state.advance([len(path) for path in paths])
 
@@ -296,7 +297,7 @@ class Target:
             out = self.verify(state, tokens[:, None], root_tree())
             self.commit(state, [[0]] * state.batch_size)
             return out
-        position = torch.tensor([state.width], device=self.device)
+        position = send([state.width], self.device)
         hidden = self._forward(tokens[:, None].to(self.device), state.cache, position)
         state.advance([1] * state.batch_size)
         return VerifyOutput(self.head(hidden), hidden)

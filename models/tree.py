@@ -5,11 +5,13 @@ Node 0 is the root, the last emitted token, which is not yet in the target's sta
 
 from collections.abc import Sequence
 from functools import cache, cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from draftwood.kernels.tables import TreeTables
+from draftwood.models.transfer import send
 
 
 class Tree:
@@ -23,12 +25,19 @@ class Tree:
         is_padded: whether there is any.
     """
 
-    def __init__(self, parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None):
+    def __init__(
+        self,
+        parents: Tensor,
+        valid: Tensor | None = None,
+        max_depth: int | None = None,
+        rows: list[list[int]] | None = None,
+    ):
         self.parents = parents
         self.valid = torch.ones(parents.shape, dtype=torch.bool) if valid is None else valid
         if max_depth is not None:  # known without asking the device; may be more than the true depth
             self.__dict__["max_depth"] = max_depth
         self.is_padded = valid is not None and not bool(valid.all())
+        self._rows = rows
         self._tables: dict[torch.device, TreeTables] = {}
         self._links: dict[torch.device, Tensor] = {}
         self._limited: dict[int, Tree] = {}
@@ -53,7 +62,7 @@ class Tree:
         size = max(map(len, rows))
         padded = [row + [0] * (size - len(row)) for row in rows]
         valid = [[node < len(row) for node in range(size)] for row in rows]
-        return cls(torch.tensor(padded), torch.tensor(valid))
+        return cls(torch.tensor(padded), torch.tensor(valid), rows=padded)
 
     @classmethod
     def chain(cls, num_drafts: int) -> "Tree":
@@ -68,10 +77,21 @@ class Tree:
     def num_nodes(self) -> int:
         return self.parents.shape[1]
 
-    @cached_property
+    @property
     def rows(self) -> list[list[int]]:
         """Parent indices as plain lists, padding included."""
-        return self.parents.tolist()
+        if self._rows is None:
+            self._rows = self.parents.tolist()
+        return self._rows
+
+    def read(self, *tensors: Tensor) -> list[list[list[int]]]:
+        """`tensors`, [.., k] int64 of one device, as lists, in one transfer; `rows` come with it if not known yet."""
+        wanted = [*tensors] if self._rows is not None else [*tensors, self.parents.to(tensors[0].device)]
+        flat = iter(torch.cat([tensor.flatten() for tensor in wanted]).tolist())
+        lists = [[list(islice(flat, tensor.shape[1])) for _ in range(tensor.shape[0])] for tensor in wanted]
+        if self._rows is None:
+            self._rows = lists.pop()
+        return lists
 
     @cached_property
     def depth(self) -> Tensor:
@@ -92,23 +112,24 @@ class Tree:
         """Index tables on `device`, made once per tree."""
         device = torch.device(device)
         if device not in self._tables:
-            self._tables[device] = TreeTables.from_parents(self.parents.to(device), self.max_depth)
+            self._tables[device] = TreeTables.from_parents(send(self.parents, device), self.max_depth)
         return self._tables[device]
 
     def links(self, device: torch.device | str = "cpu") -> Tensor:
         """[R, n] int64: `parents` on `device`, with -2 on padding, so that a padding node is nobody's child."""
         device = torch.device(device)
         if device not in self._links:
-            links = self.parents.to(device)
-            self._links[device] = links.masked_fill(~self.valid.to(device), -2) if self.is_padded else links
+            links = send(self.parents, device)
+            self._links[device] = links.masked_fill(~send(self.valid, device), -2) if self.is_padded else links
         return self._links[device]
 
     def children(self, row: int = 0) -> list[list[int]]:
         """For each node its children, in node order; padding is left out."""
         below: list[list[int]] = [[] for _ in range(self.num_nodes)]
         r = row if self.num_rows > 1 else 0
+        valid = self.valid[r].tolist() if self.is_padded else [True] * self.num_nodes
         for node, parent in enumerate(self.rows[r]):
-            if parent >= 0 and self.valid[r, node]:
+            if parent >= 0 and valid[node]:
                 below[parent].append(node)
         return below
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftwood.decode.propose.base import DraftProposer, LogitsReader, Proposal, Proposer, root_proposal
 from draftwood.decode.propose.plan import Plan
+from draftwood.models.transfer import send
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class AdaptiveProposer:
             self.inner.read_logits(logits)
 
     def advance(self, tokens: Tensor, features: Tensor, paths: list[list[int]], roots: Tensor) -> None:
-        moved = torch.tensor([bool(path) for path in paths], device=roots.device)
+        moved = send([bool(path) for path in paths], roots.device)
         self.roots = torch.where(moved, roots, self.roots)
         if self.is_idle and self.is_deferring:
             self.missed.append((tokens[:, :1], features[:, :1], paths))

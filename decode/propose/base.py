@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftwood.decode.sampled import Draws
 from draftwood.models.language_draft import LanguageDraft
+from draftwood.models.transfer import send
 from draftwood.models.tree import Tree, root_tree
 
 
@@ -122,9 +123,9 @@ class DraftProposer(ABC):
         if width == 0:
             return
         # Column i: node i of the path gives the feature, node i+1, or the new root, the token. Padding is the root's.
-        index = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=tokens.device)
+        sent = send([[*path, *[0] * (width - len(path)), len(path) - 1] for path in paths], tokens.device)
+        index, last = sent[:, :-1], sent[:, -1]
         rows = torch.arange(len(paths), device=tokens.device)
-        last = torch.tensor(counts, device=tokens.device) - 1
         next_ids = tokens.gather(1, index).roll(-1, dims=1)
         next_ids[rows, last] = roots
         taken = features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1]))

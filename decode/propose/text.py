@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draftwood.decode.propose.base import Proposal
 from draftwood.decode.tree import Tree
+from draftwood.models.transfer import send
 
 
 class TextProposer(ABC):
@@ -24,10 +25,11 @@ class TextProposer(ABC):
     def propose(self, max_depth: int) -> Proposal: ...
 
     def advance(self, tokens: Tensor, features: Tensor, paths: list[list[int]], roots: Tensor) -> None:
-        for text, row, path, root in zip(self.texts, tokens.tolist(), paths, roots.tolist(), strict=True):
+        rows = torch.cat([tokens, roots[:, None]], 1).tolist()
+        for text, row, path in zip(self.texts, rows, paths, strict=True):
             if path:
-                text += [*(row[node] for node in path[1:]), root]
-        moved = torch.tensor([bool(path) for path in paths], device=roots.device)
+                text += [*(row[node] for node in path[1:]), row[-1]]
+        moved = send([bool(path) for path in paths], roots.device)
         self.roots = torch.where(moved, roots, self.roots)
 
 
@@ -54,4 +56,4 @@ def as_proposal(rows: Sequence[Branches], device: torch.device) -> Proposal:
     """The rows' trees as one proposal, shorter ones padded."""
     tree = Tree.from_parents([row.parents for row in rows])
     padded = [row.tokens + [0] * (tree.num_nodes - len(row.tokens)) for row in rows]
-    return Proposal(torch.tensor(padded, device=device), tree)
+    return Proposal(send(padded, device), tree)

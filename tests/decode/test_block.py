@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import draftwood as dw
 from draftwood.decode.block import stops, verify_block
 from draftwood.decode.enumeration import SmallModel, drawn_variation, every_outcome
 from draftwood.decode.sampled import try_child
@@ -72,7 +73,7 @@ def test_what_is_drawn_is_what_the_rule_says():
         tokens = torch.cat([torch.tensor([0]), drafts[row]])[None]
         got = torch.zeros(3, 3, dtype=torch.float64)
         for weight, kept in every_outcome(
-            lambda tokens=tokens, row=row: verify_block(p[row, None], q[row, None], tokens)
+            lambda tokens=tokens, row=row: verify_block(p[row, None], q[row, None], tokens, dw.Tree.chain(2))
         ):
             (path,), (emitted,), (missed,) = kept
             assert emitted[:-1] == tokens[0, path[1:]].tolist() and missed == (len(path) < 3)

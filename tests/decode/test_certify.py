@@ -122,7 +122,7 @@ def _raw_bonus(logits, tokens, tree, sampling, generator=None):
     kept = REAL_SAMPLED(logits, tokens, tree, sampling, generator)
     emitted = []
     for b, path in enumerate(kept.paths):
-        raw = torch.multinomial(logits[b : b + 1, path[-1]].softmax(-1), 1, generator=generator)
+        raw = verify.draw_one(logits[b : b + 1, path[-1]].softmax(-1), generator)
         emitted.append([*kept.emitted[b][:-1], int(raw)])
     return Acceptance(kept.paths, emitted, kept.missed)
 
@@ -310,7 +310,7 @@ def test_every_outcome_adds_up_and_has_the_right_weight():
     p = torch.tensor([[0.2, 0.0, 0.8]], dtype=torch.float64)
 
     def run():
-        first = int(torch.multinomial(p, 1))
+        first = int(verify.draw_one(p))
         is_true = bool((torch.rand(1) < torch.tensor([0.25 if first else 1.0], dtype=torch.float64))[0])
         return first, is_true
 
