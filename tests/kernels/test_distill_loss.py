@@ -11,6 +11,7 @@ from draftwood.kernels.dispatch import use
 from draftwood.kernels.distill_loss import (
     DistillHead,
     DistillWeights,
+    TeacherStatistics,
     distill_loss,
     distill_loss_reference,
     teacher_statistics,
@@ -201,10 +202,13 @@ def test_acceptance_term_is_how_often_rejection_sampling_keeps_a_draft_token():
     torch.testing.assert_close(distill_loss(outputs, features, head, mixture, 1).loss, (1 - kept).sum())
 
 
-def test_acceptance_has_a_finite_gradient_where_nothing_would_be_accepted():
-    _, features, head = problem(6, dtype=torch.float32)
+def test_acceptance_has_a_finite_gradient_where_nothing_would_be_accepted(fast_backend):
+    _, features, head = problem(2, dtype=torch.float32)
+    device = device_of(fast_backend)
+    features, head = features.to(device), DistillHead.build(head.weight.to(device), None, head.scale)
     huge = [(-1e3 * features).requires_grad_()]
-    found = distill_loss(huge, features * 1e3, head, DistillWeights(acceptance=1.0), 6)
+    with use(fast_backend):
+        found = distill_loss(huge, features * 1e3, head, DistillWeights(acceptance=1.0), 6)
     assert found.loss.isfinite() and gradients(found.loss, huge)[0].isfinite().all()
 
 
@@ -307,6 +311,19 @@ def test_compiled_bfloat16_statistics_are_those_of_its_logits():
     logits = (features @ head.weight.T).float()
     torch.testing.assert_close(found.normaliser, torch.logsumexp(logits, -1))
     assert torch.equal(found.argmax, logits.argmax(-1))
+
+
+def test_of_equal_logits_far_apart_the_first_wins(fast_backend):
+    """Further apart than a program reads at a time; each is the greedy token of a row."""
+    device = device_of(fast_backend)
+    weight = torch.zeros(4500, 1, dtype=torch.float64, device=device)
+    weight[[7, 4400]] = 1.0
+    ones = torch.ones(2, 1, dtype=torch.float64, device=device)
+    head = DistillHead.build(weight)
+    known = TeacherStatistics(torch.logsumexp(ones @ weight.T, -1), torch.tensor([7, 4400], device=device))
+    with use(fast_backend):
+        assert distill_loss([ones], ones, head, DistillWeights(), 1, known).ranks.tolist() == [[0, 1]]
+        assert teacher_statistics(ones, head).argmax.tolist() == [7, 7]
 
 
 def test_no_rows_launch_nothing(fast_backend):
