@@ -114,7 +114,7 @@ def chat(
 def evaluate(
     prompts: Annotated[
         list[str],
-        typer.Option(help="JSON Lines with `turns`, or validation:<prepared folder>; repeat it for a report each."),
+        typer.Option(help="File as of generate, or validation:<prepared folder>; repeat it for a report each."),
     ],
     draft: Annotated[Path, typer.Option(help="Folder of a draft, or model:<language model>.")],
     target: TargetOption = "smollm2-135m",
