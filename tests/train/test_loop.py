@@ -249,6 +249,32 @@ def test_a_step_follows_the_mean_gradient_over_the_supervised_rows_of_its_global
     assert log_of(config)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_an_epoch_has_batches_and_noise_of_its_own(make_config, target, monkeypatch):
+    epochs = {"batches": [], "noise": []}
+
+    def batches(lengths, size, seed, epoch, make=loop.global_batches):
+        epochs["batches"].append(epoch)
+        return make(lengths, size, seed, epoch)
+
+    def noise(batch, amount, seed, epoch, add=loop.add_noise):
+        epochs["noise"].append(epoch)
+        return add(batch, amount, seed, epoch)
+
+    monkeypatch.setattr(loop, "global_batches", batches)
+    monkeypatch.setattr(loop, "add_noise", noise)
+    config = make_config("loop.max_steps=8")
+    distill(config, target)
+    assert epochs == {"batches": [0] * 6 + [1] * 2, "noise": [0] * 6 + [1] * 2}
+
+
+def test_a_line_of_the_log_is_of_the_rows_since_the_one_before(make_config, target):
+    each, both = (make_config(f"name=every-{n}", "loop.max_steps=6", f"loop.log_every={n}") for n in (1, 2))
+    for config in (each, both):
+        distill(config, target)
+    single, double = ([record["num_rows"] for record in log_of(config)] for config in (each, both))
+    assert double == [a + b for a, b in zip(single[::2], single[1::2], strict=True)]
+
+
 def test_a_stage_takes_its_own_align_steps_and_validation_always_takes_all(make_config, target):
     stages = "stages=[{align: {steps: 1, step_weights: [1.0]}}, {}]"
     config = make_config(stages, "loop.epochs=1", "loop.evaluate_every=3", "align.step_weights=[1.0, 0.8, 0.6]")
