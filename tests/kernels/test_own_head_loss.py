@@ -67,3 +67,22 @@ def test_a_weight_on_the_feature_term_is_refused():
     outputs, weight, features, head = problem(False)
     with pytest.raises(ValueError, match="align.feature_weight=0"):
         own_head_loss(outputs, weight, features, head, DistillWeights(), 1)
+
+
+def test_under_autocast_the_products_keep_the_precision_of_the_head():
+    outputs, weight, features, head = problem(True)
+    plain = own_head_loss(outputs, weight, features, head, WEIGHTS, 5).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(own_head_loss(outputs, weight, features, head, WEIGHTS, 5).loss, plain)
+
+
+def test_in_bfloat16_softmax_and_sums_are_single():
+    outputs, weight, features, head = problem(True, rows=64)
+    halves = [x.detach().bfloat16() for x in (*outputs, weight, features)]
+    narrow = DistillHead(head.weight.bfloat16(), head.draft_weight.bfloat16(), head.positions, head.scale)
+    found = own_head_loss(halves[:2], halves[2], halves[3], narrow, WEIGHTS, 64)
+    assert found.loss.dtype == found.parts.dtype == torch.float32
+    wide = DistillHead(narrow.weight.double(), narrow.draft_weight.double(), head.positions, head.scale)
+    exact = [x.double() for x in halves]
+    expected = own_head_loss(exact[:2], exact[2], exact[3], wide, WEIGHTS, 64)
+    torch.testing.assert_close(found.loss.double(), expected.loss, rtol=1e-3, atol=0)
