@@ -16,7 +16,7 @@ class Section(BaseModel):
 
 
 class TargetConfig(Section):
-    name: str = "smollm2-135m"  # built-in asset, local folder or hub id
+    name: str = "smollm2-hybrid"  # built-in asset, local folder or hub id
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where there are any
 

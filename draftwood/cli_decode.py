@@ -37,7 +37,7 @@ ColourOption = Annotated[
 @app.command()
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to ask; '-' reads it from the standard input.")] = None,
-    target: TargetOption = "smollm2-135m",
+    target: TargetOption = "smollm2-hybrid",
     draft: DraftOption = None,
     tree: TreeOption = "dynamic",
     max_new_tokens: NewTokensOption = 256,
@@ -86,7 +86,7 @@ def generate(
 
 @app.command()
 def chat(
-    target: TargetOption = "smollm2-135m",
+    target: TargetOption = "smollm2-hybrid",
     draft: DraftOption = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     tree: TreeOption = "dynamic",
@@ -117,7 +117,7 @@ def evaluate(
         typer.Option(help="File as of generate, or validation:<prepared folder>; repeat it for a report each."),
     ],
     draft: Annotated[Path, typer.Option(help="Folder of a draft, or model:<language model>.")],
-    target: TargetOption = "smollm2-135m",
+    target: TargetOption = "smollm2-hybrid",
     out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("runs/evaluate"),
     trees: Annotated[
         list[str] | None,

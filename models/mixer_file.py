@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+MIXERS = "mixers.safetensors"
 _SCALE = ".scale"
 
 
@@ -40,3 +41,14 @@ def load_mixers(path: Path) -> dict[int, dict[str, "Tensor"]]:
             scale = tensors.get(key + _SCALE)
             mixers.setdefault(int(layer), {})[name] = weight if scale is None else weight.float() * scale
     return mixers
+
+
+def convert_hybrid(base: Path, shipped: Path, folder: Path) -> None:
+    """Writes the hybrid of transformers folder `base` with the mixers in `shipped` as a float32 Bamba folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from draftwood.models.hybrid import build_hybrid
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    build_hybrid(model, load_mixers(shipped / MIXERS)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftwood.models import assets
-from draftwood.models.assets import ASSETS, Asset, AssetError, asset_path, is_asset
+from draftwood.models.assets import ASSETS, Asset, AssetError, DerivedAsset, asset_path, is_asset
 
 PAYLOAD = b'[{"id": "a"}]' * 1000
 
@@ -125,3 +125,32 @@ def test_unknown_name_suggests_the_nearest():
     assert is_asset("sharegpt") and not is_asset("sharegtp") and not is_asset(Path("sharegpt"))
     with pytest.raises(ValueError, match="did you mean 'sharegpt'"):
         asset_path("sharegtp")
+
+
+@pytest.fixture
+def derived(registry, tmp_path, monkeypatch):
+    """An asset made of the toy one and a file that the package brings."""
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    (shipped / assets.MIXERS).write_bytes(b"first")
+
+    def convert(base: Path, brought: Path, folder: Path) -> None:
+        (folder / "made").write_bytes(base.read_bytes()[:4] + (brought / assets.MIXERS).read_bytes())
+
+    monkeypatch.setattr(assets, "shipped_path", lambda name: shipped)
+    monkeypatch.setitem(ASSETS, "made-of-toy", DerivedAsset("made-of-toy", "toy", "a few bytes", convert))
+    return shipped / assets.MIXERS
+
+
+def test_a_derived_asset_is_built_once_from_its_base(derived, registry, tmp_path):
+    first = asset_path("made-of-toy", tmp_path / "cache")
+    assert (first / "made").read_bytes() == PAYLOAD[:4] + b"first"
+    assert asset_path("made-of-toy", tmp_path / "cache") == first and len(registry) == 1
+    assert asset_path("toy", tmp_path / "cache").read_bytes() == PAYLOAD and len(registry) == 1
+
+
+def test_a_derived_asset_of_another_release_is_not_taken_for_this_ones(derived, tmp_path):
+    first = asset_path("made-of-toy", tmp_path / "cache")
+    derived.write_bytes(b"second")
+    other = asset_path("made-of-toy", tmp_path / "cache")
+    assert other != first and (other / "made").read_bytes().endswith(b"second") and first.exists()

@@ -8,6 +8,7 @@ from safetensors import safe_open
 from draftwood.models.assets import ASSETS, shipped_path
 from draftwood.models.checkpoint import FORMAT, draft_folder
 from draftwood.models.draft_kinds import KINDS
+from draftwood.models.mixer_file import MIXERS, load_mixers
 
 DRAFTS = sorted(path.parent.name for path in shipped_path("").glob("*/draft.json"))
 
@@ -39,3 +40,16 @@ def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / DRAFTS[0]).mkdir()
     assert not draft_folder(DRAFTS[0]).is_absolute()
+
+
+HYBRIDS = sorted(path.parent.name for path in shipped_path("").glob(f"*/{MIXERS}"))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_shipped_mixers_are_whole_small_and_say_how_they_were_made(name):
+    folder = shipped_path(name)
+    record = json.loads((folder / "hybrid.json").read_text(encoding="utf-8"))
+    assert name in ASSETS and set(load_mixers(folder / MIXERS)) == set(record["layers"])
+    assert {"recipe", "source", "versions", "held_out", "packed"} <= record.keys()
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 32 * 2**20
+    assert all(word not in json.dumps(record) for word in ("/tmp", "/root", "/home"))
