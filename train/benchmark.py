@@ -107,8 +107,8 @@ def benchmark_distill(
         compiled: the time is that of a step with `loop.compile`; memory and operations are counted without.
 
     Raises:
-        RuntimeError: `compiled` without a compiler.
-        ValueError: an `align` without 1 or below it, an unknown source, or a size below 1.
+        ValueError: an `align` without 1 or below it, an unknown source, a size below 1, or `compiled` without a
+            compiler.
     """
     if 1 not in align or min(align) < 1:
         raise ValueError(f"align is {list(align)}; expected numbers from 1 on, with 1, which the ratios are against")

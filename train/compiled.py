@@ -16,11 +16,11 @@ from draftwood.models.draft_base import Draft
 
 def check_compiler(device: torch.device) -> None:
     """Raises:
-    RuntimeError: `device` is a CPU and there is no C++ compiler, without which nothing can be compiled for it.
+    ValueError: `device` is a CPU and there is no C++ compiler, without which nothing can be compiled for it.
     """
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device.type == "cpu" and shutil.which(name) is None:
-        raise RuntimeError(
+        raise ValueError(
             f"loop.compile (--compile) needs a C++ compiler for a CPU, and {name} is not on the PATH: install one "
             "(Debian: apt install g++), set CXX to the name of another, or leave the switch out"
         )

@@ -84,8 +84,9 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
     """Joins the process group that `accelerate launch` or torchrun set up, if any.
 
     Raises:
-        ValueError: a strategy other than DDP and FSDP, or other settings of FSDP than the draft's.
-        ImportError: a tracker that is not installed; RuntimeError: loop.compile without a compiler.
+        ValueError: a strategy other than DDP and FSDP, other settings of FSDP than the draft's, or `loop.compile`
+            without a compiler.
+        ImportError: a tracker that is not installed.
     """
     tracker = config.loop.tracker
     if tracker != "none" and find_spec(tracker) is None:
