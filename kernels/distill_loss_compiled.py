@@ -43,7 +43,8 @@ def weigh_(
 
 @cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    # Not fullgraph, with which a ninth dtype, vocabulary or term in one process is an error instead of torch's warning.
+    return torch.compile(function, dynamic=True)
 
 
 def _softmax_(logits: Tensor, largest: Tensor) -> Tensor:
