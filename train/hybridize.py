@@ -29,6 +29,7 @@ from draftwood.models.assets import cache_root
 from draftwood.models.hybrid import build_hybrid, replaced
 from draftwood.models.target import load_target, load_tokenizer
 from draftwood.train.checkpoints import package_versions
+from draftwood.train.compiled import check_compiler
 from draftwood.train.hybrid_stages import Agreement, Distilling, Fitting, Mixers, agreement, lean_precision, measure
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.token_blocks import TokenBlocks
@@ -261,7 +262,8 @@ def hybridize(
         data_folder: prepared rows, made here if they are not there; None: in the cache folder.
 
     Raises:
-        ValueError: an architecture or layers that do not fit, or `out` was begun with other settings.
+        ValueError: an architecture or layers that do not fit, or `out` was begun with other settings;
+            `compile` without a C++ compiler on a CPU.
         ImportError: a tracker that is not installed.
     """
     if tracker != "none" and find_spec(tracker) is None:
@@ -270,6 +272,8 @@ def hybridize(
     folder = data_folder or cache_root() / "rows" / f"{Path(source).stem}-{Path(target).name}-{max_length}-hybridize"
     prepare(source, tokenizer, folder, max_length=max_length, num_validation=num_validation, num_proc=num_proc)
     accelerator = Accelerator(mixed_precision="no", log_with=None if tracker == "none" else tracker, project_dir=out)
+    if config.compile:
+        check_compiler(accelerator.device)
     if tracker != "none":
         accelerator.init_trackers("draftwood-hybridize", asdict(config))
     model = load_target(target, dtype="bfloat16", device=accelerator.device).model
