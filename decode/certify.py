@@ -18,6 +18,7 @@ from draftwood.decode.prompts import encode_messages
 from draftwood.decode.propose import Proposer
 from draftwood.decode.tree import Tree
 from draftwood.models import gates
+from draftwood.models.checkpoint import draft_folder
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -56,7 +57,7 @@ def certify(
 
     Args:
         draft: any draft, or a `Proposer`, which is run as it is.
-        folder: of the draft's checkpoint, for the hash of its weights.
+        folder: of the draft's checkpoint, or its name, for the hash of its weights.
         prompts: [1, T] int64 each; None takes the built-in ones.
         trees: what the draft fills, greedily; None: `TREES`, or for a `Proposer` what it proposes by itself.
         sampled_trees: the same for sampling; None: `SAMPLED`.
@@ -123,7 +124,7 @@ def built_in_prompts(target: "Target", count: int) -> list[Tensor]:
 def _subject(target: "Target", draft: Any, folder: str | Path | None, whole: bool) -> dict[str, Any]:
     """What is certified; `whole` hashes all of the target's weights, not only its head."""
     machine = describe_machine(target)
-    files = [] if folder is None else list(Path(folder).glob("*.safetensors"))
+    files = [] if folder is None else list(draft_folder(folder).glob("*.safetensors"))
     digest = hash_files(files) if files else None
     if digest is None and isinstance(draft, nn.Module):
         digest = hash_tensors(dict(draft.state_dict()))

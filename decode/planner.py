@@ -90,6 +90,7 @@ class Planning:
         """Writes a file, or `plan.json` in a folder."""
         path = Path(path)
         path = path / FILE if path.is_dir() else path
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
         return path
 

@@ -62,13 +62,12 @@ def benchmark_decode(
     from draftwood.decode import benchmark_strategies as run
     from draftwood.decode.certificate import hash_tensors
     from draftwood.decode.propose.plan import plans_of
-    from draftwood.models.checkpoint import draft_folder
     from draftwood.models.target import load_target
 
     names, wanted = _dtypes(dtypes), None if strategies is None else strategies.split(",")
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, repeats=repeats)
     options["temperatures"] = _numbers("--temperatures", temperatures, float)
-    plans = {} if draft is None else plans_of(draft_folder(draft), tuple(names))
+    plans = {} if draft is None else plans_of(draft, tuple(names))
     if wanted is not None:  # before anything is loaded
         run.check_settings(wanted, has_draft=draft is not None, has_plan=bool(plans), **options)
     with Console(stderr=True).status("loading") as status:

@@ -32,12 +32,13 @@ def certify(
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    out: Annotated[Path | None, typer.Option(help="Default: certificate.json in the draft's folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: certificate.json beside the draft.")] = None,
 ) -> None:
     """Prove that decoding with a draft gives what the target gives alone; exit code 1 if it does not."""
     from rich.console import Console
 
     from draftwood.decode.certify import certify as run
+    from draftwood.models.checkpoint import notes_folder
 
     models = load_models(target, draft, "dynamic", dtype, device)
     ids: Any = None
@@ -56,7 +57,7 @@ def certify(
             on_progress=status.update,
         )
     Console().print(certificate.table())
-    typer.echo(f"{certificate.save(out or draft / 'certificate.json')}", err=True)
+    typer.echo(f"{certificate.save(out or notes_folder(draft) / 'certificate.json')}", err=True)
     raise typer.Exit(0 if certificate.passed else 1)
 
 
@@ -72,13 +73,15 @@ def plan(
     repeats: Annotated[int, typer.Option(help="Timed runs of each step.")] = 7,
     seed: Annotated[int, typer.Option(help="Of sampling and interval.")] = 0,
     device: DeviceOption = None,
-    out: Annotated[Path | None, typer.Option(help="Default: plan.json in the draft's folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: plan.json beside the draft.")] = None,
 ) -> None:
     """Find the fastest tree for a draft on this machine, or that none is; `--tree plan` then uses it."""
     from rich.console import Console
 
     from draftwood.decode.certify import built_in_prompts
     from draftwood.decode.planner import make_plan
+    from draftwood.decode.propose.plan import FILE
+    from draftwood.models.checkpoint import notes_folder
 
     models = {}
     for dtype in dtypes.split(",") if dtypes else [None]:
@@ -100,7 +103,7 @@ def plan(
             on_progress=status.update,
         )
     Console().print(planning.table())
-    typer.echo(f"{planning.save(out or draft)}", err=True)
+    typer.echo(f"{planning.save(out or notes_folder(draft) / FILE)}", err=True)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftwood.models.assets import shipped_path
+from draftwood.models.assets import cache_root, shipped_path
 from draftwood.models.draft_base import Draft
 from draftwood.models.draft_kinds import KINDS
 
@@ -48,9 +48,20 @@ def save_draft(
 
 
 def draft_folder(path: str | Path) -> Path:
-    """The folder of a draft: one that comes with the package, by its name, else `path`."""
+    """The folder of a draft: `path` where a draft is in it, else one that comes with the package, by its name."""
     shipped = shipped_path(str(path))
-    return shipped if not Path(path).exists() and (shipped / _DESCRIPTION).is_file() else Path(path)
+    has_own = (Path(path) / _DESCRIPTION).is_file()
+    return shipped if not has_own and (shipped / _DESCRIPTION).is_file() else Path(path)
+
+
+def notes_folder(draft: str | Path) -> Path:
+    """Where a draft's plan and certificate are kept: its own folder; of one that is known by a name, as it comes with
+    the package or is `model:<language model>`, a folder in the cache, since its own may not be writable."""
+    name = str(draft).removeprefix("model:")
+    folder = draft_folder(name)
+    is_shipped = folder.parent == shipped_path("")
+    is_remote = str(draft).startswith("model:") and not folder.is_dir()
+    return cache_root() / "drafts" / name.replace("/", "--") if is_shipped or is_remote else folder
 
 
 def load_draft(path: str | Path, target: "Target") -> Draft:

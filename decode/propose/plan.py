@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwood.decode.propose.dynamic import DynamicTree
+from draftwood.models.checkpoint import draft_folder, notes_folder
 from draftwood.models.tree import Tree
 
 FORMAT = 1
@@ -70,7 +71,7 @@ class Plan:
 
 
 def load_plan(path: str | Path, dtype: str) -> Plan:
-    """The plan for `dtype` in a file, or in the folder of a draft.
+    """The plan for `dtype` in a file, or of a draft by its folder or name.
 
     Raises:
         FileNotFoundError: no such file.
@@ -82,27 +83,45 @@ def load_plan(path: str | Path, dtype: str) -> Plan:
             f"{path}: a plan of format {version} for {', '.join(plans) or 'no dtype'}; expected format "
             f"{FORMAT} and {dtype}, as the target: run `draftwood plan` with --dtype {dtype}"
         )
-    return Plan.from_dict(plans[dtype])
+    return _plan(path, plans[dtype])
 
 
-def plans_of(folder: Path, dtypes: Sequence[str]) -> dict[str, Plan]:
-    """The plans of a draft's folder for those of `dtypes` that there are plans for.
+def plans_of(draft: str | Path, dtypes: Sequence[str]) -> dict[str, Plan]:
+    """The plans of a draft, by its folder or name, for those of `dtypes` that there are plans for.
 
     Raises:
-        ValueError: the folder's file is not a plan.
+        ValueError: the draft's file is not a plan.
     """
-    plans = _read(folder)[2] if (folder / FILE).is_file() else {}
-    return {dtype: Plan.from_dict(plans[dtype]) for dtype in dtypes if dtype in plans}
+    path = plan_file(draft)
+    plans = _read(path)[2] if path.is_file() else {}
+    return {dtype: _plan(path, plans[dtype]) for dtype in dtypes if dtype in plans}
+
+
+def plan_file(draft: str | Path) -> Path:
+    """Where the plan of a draft is, or will be: the one made on this machine before one that came with the draft."""
+    made, brought = notes_folder(draft) / FILE, draft_folder(draft) / FILE
+    return brought if brought.is_file() and not made.is_file() else made
 
 
 def _read(path: str | Path) -> tuple[Path, Any, dict[str, Any]]:
     """The file, its format and, where that is known, the plans in it by dtype."""
-    path = Path(path)
-    path = path / FILE if path.is_dir() else path
+    path = Path(path) if Path(path).suffix == ".json" and not Path(path).is_dir() else plan_file(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no plan; `draftwood plan TARGET DRAFT` makes one")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return path, values["format"], values["plans"] if values["format"] == FORMAT else {}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a plan ({error}); make it anew with `draftwood plan`") from None
+        return path, values["format"], dict(values["plans"]) if values["format"] == FORMAT else {}
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_a_plan(path, error) from None
+
+
+def _plan(path: Path, values: Any) -> Plan:
+    try:
+        return Plan.from_dict(values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _not_a_plan(path, error) from None
+
+
+def _not_a_plan(path: Path, error: Exception) -> ValueError:
+    reason = f"no {error}" if isinstance(error, KeyError) else error
+    return ValueError(f"{path}: not a plan ({reason}); make it anew with `draftwood plan`")

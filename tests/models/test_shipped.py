@@ -5,10 +5,13 @@ import json
 import pytest
 from safetensors import safe_open
 
-from draftwood.models.assets import ASSETS, shipped_path
-from draftwood.models.checkpoint import FORMAT, draft_folder
+from draftwood.decode.planner import Planning
+from draftwood.decode.propose.plan import Plan, load_plan, plan_file, plans_of
+from draftwood.models.assets import ASSETS, CACHE_VARIABLE, shipped_path
+from draftwood.models.checkpoint import FORMAT, draft_folder, notes_folder
 from draftwood.models.draft_kinds import KINDS
 from draftwood.models.mixer_file import MIXERS, load_mixers
+from draftwood.models.tree import Tree
 
 DRAFTS = sorted(path.parent.name for path in shipped_path("").glob("*/draft.json"))
 
@@ -35,11 +38,33 @@ def test_a_shipped_draft_has_at_most_16_mib(name):
     assert sum(path.stat().st_size for path in draft_folder(name).iterdir()) < 16 * 2**20
 
 
-def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
+def test_a_folder_of_that_name_comes_first_where_a_draft_is_in_it(tmp_path, monkeypatch):
     assert DRAFTS
     monkeypatch.chdir(tmp_path)
     (tmp_path / DRAFTS[0]).mkdir()
+    assert draft_folder(DRAFTS[0]).is_absolute()
+    (tmp_path / DRAFTS[0] / "draft.json").touch()
     assert not draft_folder(DRAFTS[0]).is_absolute()
+
+
+def test_a_file_of_that_name_hides_no_shipped_draft(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / DRAFTS[0]).touch()
+    assert draft_folder(DRAFTS[0]) == shipped_path(DRAFTS[0])
+
+
+def test_the_plan_of_a_shipped_draft_is_kept_in_the_cache_and_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    planning = Planning({"float32": Plan(Tree.chain(2), 2.0, 3.0, 2.0, (1.0, 2.0), {"costs_ms": {"spread": 1.0}})}, {})
+    planning.save(plan_file(DRAFTS[0]))
+    assert load_plan(DRAFTS[0], "float32").tree.num_nodes == 3 and plans_of(DRAFTS[0], ["float32"])
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_the_notes_of_a_users_draft_are_kept_beside_it(tmp_path):
+    (tmp_path / "draft.json").touch()
+    assert notes_folder(tmp_path) == tmp_path == notes_folder(f"model:{tmp_path}")
 
 
 HYBRIDS = sorted(path.parent.name for path in shipped_path("").glob(f"*/{MIXERS}"))
