@@ -45,7 +45,11 @@ def load_config(source: str | Path | None, overrides: Iterable[str] = ()) -> Run
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"override '{item}': expected section.field=value")
-        _assign(values, key.strip(), yaml.load(text, _Loader), item)
+        try:
+            value = yaml.load(text, _Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override '{item}': the value is not YAML: {_one_line(error)}") from None
+        _assign(values, key.strip(), value, item)
     return resolve(values, origin)
 
 
@@ -76,12 +80,16 @@ def _read(source: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+        raise ConfigError(f"{path}: not YAML: {_one_line(error)}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(values).__name__}")
     return values
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    return " ".join(str(error).split())
 
 
 def _assign(values: dict[str, Any], key: str, value: Any, item: str) -> None:

@@ -23,7 +23,7 @@ def main() -> None:
     except Exception as error:
         from draftwood.models.assets import AssetError
 
-        if not isinstance(error, ValueError | OSError | AssetError):
+        if not isinstance(error, ValueError | OSError | ImportError | AssetError):
             raise
         typer.echo(f"draftwood: {error}", err=True)
         raise SystemExit(2) from None

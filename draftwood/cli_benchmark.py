@@ -5,7 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from draftwood.cli_options import DeviceOption, NewTokensOption, TargetOption, load_any_draft, prompt_set_of
+from draftwood.cli_options import (
+    DeviceOption,
+    NewTokensOption,
+    TargetOption,
+    check_draft,
+    load_any_draft,
+    prompt_set_of,
+)
 
 app = typer.Typer(no_args_is_help=True, help="What things cost on this machine.")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -70,6 +77,8 @@ def benchmark_decode(
     plans = {} if draft is None else plans_of(draft, tuple(names))
     if wanted is not None:  # before anything is loaded
         run.check_settings(wanted, has_draft=draft is not None, has_plan=bool(plans), **options)
+    if draft is not None:
+        check_draft(draft, target)
     with Console(stderr=True).status("loading") as status:
         models: dict[str, tuple[Any, Any]] = {}
         for name in names:

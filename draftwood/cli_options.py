@@ -28,10 +28,13 @@ TopPOption = Annotated[float | None, typer.Option("--top-p", help="Keep the like
 def load_models(
     target: str, draft: Path | None, tree: str, dtype: str | None, device: str | None, temperature: float | None = None
 ) -> tuple[Any, Any]:
-    """Target and draft; the tree is checked first, at `temperature` where one is given: loading takes longer."""
+    """Target and draft; the tree, at `temperature` where one is given, and that the draft is of the target are checked
+    first: loading takes longer."""
     from draftwood.models.target import load_target
 
     check_tree(tree, temperature)
+    if draft is not None:
+        check_draft(draft, target)
     loaded = load_target(target, dtype, device)
     if draft is None:
         return loaded, None
@@ -50,18 +53,32 @@ def check_tree(tree: str, temperature: float | None = None) -> None:
             check_temperature(settings, temperature)
 
 
+def check_draft(draft: Path, target: str) -> None:
+    """Raises:
+    FileNotFoundError, ValueError: `draft` is no draft, or plainly one of another target; language models pass.
+    """
+    if _is_model(draft):
+        return
+    from draftwood.models.checkpoint import check_draft as check
+    from draftwood.models.target import load_config
+
+    check(draft, target, load_config(target))
+
+
 def load_any_draft(draft: Path, target: Any) -> Any:
     """A draft checkpoint; of `model:<built-in name, folder or hub id>`, or a folder with a model, a `LanguageDraft`."""
-    kind, colon, name = str(draft).partition(":")
-    if kind == "model" and colon:
+    if _is_model(draft):
         from draftwood.models.language_draft import LanguageDraft
 
-        return LanguageDraft.load(name, target)
-    if (draft / "config.json").is_file() and not (draft / "draft.json").is_file():
-        return load_any_draft(Path(f"model:{draft}"), target)
+        return LanguageDraft.load(str(draft).removeprefix("model:"), target)
     from draftwood.models.checkpoint import load_draft
 
     return load_draft(draft, target)
+
+
+def _is_model(draft: Path) -> bool:
+    has_config = (draft / "config.json").is_file() and not (draft / "draft.json").is_file()
+    return str(draft).startswith("model:") or has_config
 
 
 def _is_plan(tree: str) -> bool:

@@ -11,6 +11,7 @@ from draftwood.cli_options import (
     NewTokensOption,
     TemperatureOption,
     TreeOption,
+    check_draft,
     load_any_draft,
     load_models,
     prompt_set_of,
@@ -129,6 +130,8 @@ def compare(
 
     if len(drafts) < 2 or len(set(drafts)) < len(drafts):
         raise ValueError(f"drafts: got {', '.join(map(str, drafts))}; expected two or more different folders")
+    for draft in drafts:
+        check_draft(draft, target)
     loaded, first = load_models(target, drafts[0], tree, dtype, device)
     named = {str(drafts[0]): first, **{str(path): load_any_draft(path, loaded) for path in drafts[1:]}}
     comparison = compare_drafts(

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from draftwood.models.assets import cache_root, shipped_path
 from draftwood.models.draft_base import Draft
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _WEIGHTS, _DESCRIPTION = "draft.safetensors", "draft.json"
+_SHAPE = ("model_type", "vocab_size", "hidden_dim", "num_layers")  # of a target, as its config has it
 
 
 def save_draft(
@@ -72,24 +74,13 @@ def load_draft(path: str | Path, target: "Target") -> Draft:
         ValueError: not a draft checkpoint, or one of another target (vocabulary, width or head differ).
     """
     folder = draft_folder(path)
-    for name in (_DESCRIPTION, _WEIGHTS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder}: no {name}; expected a folder that `draftwood distill` wrote")
+    description = _read_description(folder)
     try:
-        description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
         weights = load_file(folder / _WEIGHTS)
-    except (json.JSONDecodeError, SafetensorError) as error:
-        raise ValueError(f"{folder}: damaged draft checkpoint ({error}); take another or train it anew") from None
-    kind = KINDS.get(description.get("kind"))
-    if description.get("format") != FORMAT or kind is None:
-        raise ValueError(
-            f"{folder / _DESCRIPTION}: format {description.get('format')}, kind {description.get('kind')!r}; this "
-            f"version reads format {FORMAT}, kinds {', '.join(KINDS)}"
-        )
-    for key in ("target", "config"):
-        if key not in description:
-            raise ValueError(f"{folder / _DESCRIPTION}: no '{key}'; this is not a draft checkpoint")
-    _check_target(folder, description["target"], _describe(target))
+    except SafetensorError as error:
+        raise _damaged(folder, error) from None
+    _check_target(path, description["target"], _describe(target))
+    kind = KINDS[description["kind"]]
     draft = kind(kind.config_type.from_dict(description["config"]), target, weights.get("draft_vocab"))
     for name, parameter in draft.state_dict().items():
         if name in weights and weights[name].shape != parameter.shape:
@@ -100,6 +91,54 @@ def load_draft(path: str | Path, target: "Target") -> Draft:
     if missing or unexpected:
         raise ValueError(f"{folder / _WEIGHTS}: lacks {missing or 'nothing'}, has unknown {unexpected or 'nothing'}")
     return draft.to(device=target.device, dtype=target.dtype).eval()
+
+
+def check_draft(path: str | Path, name: str, config: PretrainedConfig) -> None:
+    """That the draft of `draft_folder(path)` is for a target of this name and config, as far as its weights need not
+    be loaded for it.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_draft`.
+    """
+    text = config.get_text_config()
+    given = {
+        "name": name,
+        "model_type": config.model_type,
+        "vocab_size": text.vocab_size,
+        "hidden_dim": text.hidden_size,
+        "num_layers": text.num_hidden_layers,
+    }
+    _check_target(path, _read_description(draft_folder(path))["target"], given)
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    """`draft.json`, with a format and a kind of this version and all that is read of it."""
+    for name in (_DESCRIPTION, _WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder}: no {name}; expected a folder that `draftwood distill` wrote")
+    file = folder / _DESCRIPTION
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(folder, error) from None
+    if not isinstance(description, dict):
+        raise ValueError(f"{file}: a {type(description).__name__}, not an object; this is not a draft checkpoint")
+    version, kind = description.get("format"), description.get("kind")
+    if version != FORMAT or kind not in list(KINDS):
+        raise ValueError(
+            f"{file}: format {version}, kind {kind!r}; this version reads format {FORMAT}, kinds {', '.join(KINDS)}"
+        )
+    for key, fields in (("target", ("name", *_SHAPE, "head_sample")), ("config", ())):
+        section = description.get(key)
+        if not isinstance(section, dict):
+            raise ValueError(f"{file}: no '{key}'; this is not a draft checkpoint")
+        if missing := [field for field in fields if field not in section]:
+            raise ValueError(f"{file}: '{key}' has no {', '.join(missing)}; this is not a draft checkpoint")
+    return description
+
+
+def _damaged(folder: Path, error: Exception) -> ValueError:
+    return ValueError(f"{folder}: damaged draft checkpoint ({error}); take another or train it anew")
 
 
 def _describe(target: "Target") -> dict[str, Any]:
@@ -116,16 +155,19 @@ def _describe(target: "Target") -> dict[str, Any]:
     }
 
 
-def _check_target(folder: Path, trained: dict[str, Any], given: dict[str, Any]) -> None:
-    for key in ("vocab_size", "hidden_dim", "num_layers", "model_type"):
+def _check_target(draft: str | Path, trained: dict[str, Any], given: dict[str, Any]) -> None:
+    """`given` without a `head_sample` is compared without it."""
+    for key in _SHAPE:
         if trained[key] != given[key]:
             raise ValueError(
-                f"{folder}: trained for {trained['name']} with {key} {trained[key]}, but {given['name']} has "
-                f"{given[key]}; load the target it was trained for"
+                f"{draft}: trained for {trained['name']} with {key} {trained[key]}, but {given['name']} has "
+                f"{given[key]}; give the target it was trained for: --target {trained['name']}"
             )
+    if "head_sample" not in given:
+        return
     was, now = torch.tensor(trained["head_sample"]), torch.tensor(given["head_sample"])
     if not torch.allclose(was, now, rtol=2e-2, atol=2e-2 * was.abs().max().item()):
         raise ValueError(
-            f"{folder}: trained for {trained['name']}, and {given['name']} has the same shape but another head; "
-            "a draft only fits the very target it was distilled from"
+            f"{draft}: trained for {trained['name']}, and {given['name']} has the same shape but another head; "
+            f"a draft only fits the very target it was distilled from: --target {trained['name']}"
         )

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from draftwood.kernels.tables import TreeTables
 from draftwood.models import assets, gates, seam
@@ -343,6 +350,11 @@ def open_target(
         return Target(model_or_path)
     model = AutoModelForCausalLM.from_pretrained(_source(model_or_path), dtype=_dtype(dtype))
     return Target(model.to(_device(device)), load_tokenizer(model_or_path), str(model_or_path))
+
+
+def load_config(name_or_path: str | Path) -> PretrainedConfig:
+    """The config of a built-in asset, local folder or hub id."""
+    return AutoConfig.from_pretrained(_source(name_or_path))
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:

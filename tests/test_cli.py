@@ -1,6 +1,8 @@
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_chat
@@ -91,6 +93,23 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, folders, run)
     code, out, err = run("generate", "x", "--target", folders[0], *arguments)
     line = next(line for line in err.splitlines() if line.startswith("draftwood: "))
     assert code == 2 and out == "" and message in line and "Traceback" not in err
+
+
+def test_a_draft_of_another_target_is_refused_before_the_target_is_loaded(folders, run, monkeypatch, tmp_path):
+    target, draft = folders
+    description = json.loads((Path(draft) / "draft.json").read_text())
+    description["target"] |= {"name": "the-other", "num_layers": 77}
+    shutil.copytree(draft, tmp_path / "draft")
+    (tmp_path / "draft" / "draft.json").write_text(json.dumps(description))
+    monkeypatch.setattr("draftwood.models.target.open_target", lambda *_: 1 / 0)
+    prompts = ["--prompts", "x.jsonl"]
+    for command in (
+        ["generate", "x", "--target", target, "--draft", str(tmp_path / "draft")],
+        ["compare", target, draft, str(tmp_path / "draft"), *prompts],
+        ["benchmark", "decode", "--target", target, "--draft", str(tmp_path / "draft"), *prompts],
+    ):
+        code, _, err = run(*command)
+        assert code == 2 and "num_layers 77" in err and "--target the-other" in err
 
 
 def test_doctor_says_what_a_target_is(folders, run, tmp_path):

@@ -33,6 +33,7 @@ def test_there_are_recipes():
         ("align.step_weights=[1,2]", "step_weights has 2 entries, align.steps is 3"),
         ("draft.kind=medusa", "align.steps is 3, but medusa has 4 heads, .* align.steps=4 or draft.num_heads=3"),
         ("target.name", "override 'target.name': expected section.field=value"),
+        ("data.source=[", r"override 'data\.source=\[': the value is not YAML: [^\n]*\Z"),
         ("target.name.x=1", "'name' is not a section"),
         ("stages.0.align.stps=1", r"stages\.0\.align\.stps: Extra inputs"),
         ("stages.1.align={steps: 9}", r"stages\.1\.align\.steps: .*less than or equal to 8 \(got 9\)"),

@@ -54,6 +54,13 @@ def test_a_plan_is_saved_loaded_and_followed_without_changing_the_text(model, pr
         load_plan(tmp_path / "elsewhere", "float32")
 
 
+@pytest.mark.parametrize("plans", ['{"float32": {}}', '{"float32": 3}', '{"float32": {"tree": {"dynamic": 1}}}', "3"])
+def test_a_file_that_is_no_plan_is_named(plans, tmp_path):
+    (tmp_path / "plan.json").write_text('{"format": 1, "plans": ' + plans + "}")
+    with pytest.raises(ValueError, match="plan.json: not a plan"):
+        load_plan(tmp_path, "float32")
+
+
 def test_where_drafts_lose_the_plan_says_so_and_none_are_made(model, prompts_of, monkeypatch, caplog):
     planning = planned(model, prompts_of, DEAR, monkeypatch)
     assert "do not speculate" in planning.verdict()

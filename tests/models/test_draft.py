@@ -14,7 +14,7 @@ from trees import parent_lists
 
 import draftwood as dw
 from draftwood.models import harmony, harmony_scan
-from draftwood.models.checkpoint import save_draft
+from draftwood.models.checkpoint import check_draft, save_draft
 
 EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 KINDS = [variant for variant in VARIANTS if len(variant) == 1]
@@ -253,6 +253,30 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
         dw.load_draft(tmp_path, dw.load_target(tiny.build("llama", seed=5)))
     with pytest.raises(FileNotFoundError, match="no draft.json"):
         dw.load_draft(tmp_path / "nothing", tiny.target("llama"))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[]", "a list, not an object"),
+        ('{"format": 1, "kind": []}', "kind \\[\\]"),
+        ('{"format": 1, "kind": "eagle", "target": {}, "config": {}}', "'target' has no name, model_type"),
+        ("{", "damaged draft checkpoint"),
+    ],
+)
+def test_a_description_of_something_else_is_named(text, message, tmp_path):
+    save_draft(make_draft(), tmp_path)
+    (tmp_path / "draft.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        dw.load_draft(tmp_path, tiny.target("bamba"))
+
+
+def test_the_config_of_its_target_is_enough_to_refuse_a_draft_of_another(tmp_path):
+    for family in ("llama", "bamba", "mamba2"):
+        save_draft(make_draft(family), tmp_path)
+        check_draft(tmp_path, "it", tiny.target(family).config)
+    with pytest.raises(ValueError, match="--target"):
+        check_draft(tmp_path, "other", tiny.target("llama").config)
 
 
 def test_an_eagle3_head_reads_the_normed_hidden_state():
