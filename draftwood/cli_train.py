@@ -1,5 +1,6 @@
 """Commands that prepare data and train."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -141,6 +142,9 @@ def hybridize(
     seed: Annotated[int, typer.Option(help="Of the order of the data and the new weights.")] = 0,
     compile: Annotated[bool, typer.Option(help="Distil through torch.compile: faster, needs a C++ compiler.")] = False,
     tracker: Annotated[str, typer.Option(help="none, wandb or tensorboard.")] = "none",
+    num_validation: Annotated[
+        int | None, typer.Option(help="Conversations held out; default: a tenth, 200 at most.")
+    ] = None,
     data_folder: Annotated[Path | None, typer.Option(help="Prepared rows; default: in the cache folder.")] = None,
 ) -> None:
     """Replace attention layers by Mamba-2 mixers and distil: a plain Bamba model that transformers loads."""
@@ -148,6 +152,7 @@ def hybridize(
 
     from draftwood.train.hybridize import HybridizeConfig, chosen_layers
     from draftwood.train.hybridize import hybridize as run
+    from draftwood.train.loop import Stopped
 
     numbers, num_auto = chosen_layers(layers)
     config = HybridizeConfig(
@@ -155,6 +160,14 @@ def hybridize(
         save_every=save_every, seed=seed, compile=compile,
     )  # fmt: skip
     console = Console(stderr=True)
-    found = run(target, source, out, config, data_folder=data_folder, tracker=tracker, console=console)
+    try:
+        found = run(
+            target, source, out, config, data_folder=data_folder, num_validation=num_validation, tracker=tracker,
+            console=console,
+        )  # fmt: skip
+    except Stopped as stop:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(str(stop), err=True)
+        raise typer.Exit(130) from None
     if found is not None:
         console.print(f"{out}: KL {found.kl:.3f} nats, top-1 agreement {found.top1:.1%} on held-out text")

@@ -12,7 +12,9 @@ Two stages, as in MOHAWK (arXiv 2408.10189) and MambaInLlama (arXiv 2408.15237):
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,14 +26,19 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import TextColumn
 from torch import Tensor, nn
+from transformers import AutoConfig
 
-from draftwood.models.assets import cache_root
-from draftwood.models.hybrid import build_hybrid, replaced
-from draftwood.models.target import load_target, load_tokenizer
+from draftwood.configs.schema import SourceConfig
+from draftwood.models.assets import asset_path, cache_root, is_asset
+from draftwood.models.fingerprint import fingerprint
+from draftwood.models.hybrid import build_hybrid, hybrid_config, replaced
+from draftwood.models.target import Target, load_target, load_tokenizer
 from draftwood.train.checkpoints import package_versions
 from draftwood.train.compiled import check_compiler
 from draftwood.train.hybrid_stages import Agreement, Distilling, Fitting, Mixers, agreement, lean_precision, measure
+from draftwood.train.loop import Stopped
 from draftwood.train.prepare import load_rows, prepare
+from draftwood.train.sources import open_sources
 from draftwood.train.token_blocks import TokenBlocks
 from draftwood.train.tracking import StopRequest
 
@@ -39,6 +46,7 @@ _STATE = "training.pt"
 _STAGES = ("select", "fit", "distil", "done")
 # Settings that may change when a run goes on.
 _FREE = ("save_every", "evaluate_blocks", "compile")
+_MOST_HELD_OUT = 200  # conversations, where their number is not given
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,9 @@ class HybridizeConfig:
         length: tokens of a block; batch_size: blocks of a step, all processes together.
         mixer_weight: of the mixers' errors beside the KL.
         compile: the layers through `torch.compile`; the values change by rounding.
+
+    Raises:
+        ValueError: a number out of its range, or not one of `layers` and `num_auto`.
     """
 
     layers: tuple[int, ...] = ()
@@ -70,6 +81,31 @@ class HybridizeConfig:
     evaluate_blocks: int = 64
     seed: int = 0
     compile: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.layers) == (self.num_auto > 0):
+            raise ValueError(f"layers is {self.layers} and num_auto {self.num_auto}: expected one of them")
+        for name in ("length", "batch_size", "save_every", "evaluate_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        for name in ("fit_tokens", "select_tokens", "distil_tokens", "warmup_steps", "seed", "mixer_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        for name in ("lr", "distil_lr", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
+
+    def check_model(self, model: Any) -> None:
+        """Raises:
+        ValueError: the layers are not some of those that transformers configuration `model` has, or it is no Llama's.
+        """
+        hybrid_config(model, self.layers or (0,))
+        count = model.num_hidden_layers
+        if self.num_auto >= count:
+            raise ValueError(
+                f"layers auto:{self.num_auto}: the model has {count} layers and keeps attention in at least one: "
+                f"expected auto:{count - 1} at most"
+            )
 
 
 def chosen_layers(text: str) -> tuple[tuple[int, ...], int]:
@@ -104,18 +140,31 @@ class Progress:
 
 
 class Hybridizer:
-    """One run in folder `out`; `run` goes on from where the last one there stopped."""
+    """One run in folder `out`; `run` goes on from where the last one there stopped.
 
-    def __init__(self, model: Any, train: Dataset, validation: Dataset, out: Path, config: HybridizeConfig,
+    Raises:
+        ValueError: `out` was begun with other settings, rows or weights, or its state is damaged; the processes do not
+            share a batch evenly; layers that do not fit the model.
+    """
+
+    def __init__(self, target: Target, train: Dataset, validation: Dataset, out: Path, config: HybridizeConfig,
                  accelerator: Accelerator, log: Callable[[str, int, dict[str, float]], None]):  # fmt: skip
         self.config, self.out, self.accelerator, self.log = config, out, accelerator, log
+        model: Any = target.model
+        config.check_model(model.config)
+        if config.batch_size % accelerator.num_processes:
+            raise ValueError(
+                f"batch_size is {config.batch_size}, expected a multiple of the {accelerator.num_processes} processes"
+            )
         self.model = model.to(accelerator.device).eval().requires_grad_(False)
         self.blocks = TokenBlocks(train, config.length, config.seed)
-        self.held_out = TokenBlocks(validation, config.length, config.seed)
+        self.held_out = TokenBlocks(validation, config.length, config.seed, "held-out rows")
         candidates = config.layers or tuple(range(model.config.num_hidden_layers))
         self.progress = Progress("fit" if config.layers else "select", layers=list(candidates))
         self.identity = {
-            k: v for k, v in asdict(config).items() if k not in ("save_every", "evaluate_blocks", "compile")
+            **{name: value for name, value in asdict(config).items() if name not in _FREE},
+            "target": fingerprint(target),
+            "rows": f"{self.blocks.digest}{self.held_out.digest}",
         }
         self.saved = self._load()
         torch.manual_seed(config.seed)
@@ -225,14 +274,17 @@ class Hybridizer:
         path = self.out / _STATE
         if not path.is_file():
             return None
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for key, value in state["identity"].items():
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            identity, progress = state["identity"], Progress(**state["progress"])
+        except Exception as error:  # the unpickler raises anything
+            raise ValueError(f"{path} is damaged ({error!r}): delete it to begin the run again") from None
+        for key, value in identity.items():  # in a file of an earlier version without target and rows
             now = self.identity.get(key)
             if json.dumps(value) != json.dumps(now):
-                raise ValueError(
-                    f"{path}: was begun with {key}={value}, not {now}; give another --out, or the same settings"
-                )
-        self.progress = Progress(**state["progress"])
+                differs = f"other {key}" if key in ("target", "rows") else f"{key}={value}, not {now}"
+                raise ValueError(f"{path}: was begun with {differs}; give another --out, or the same settings")
+        self.progress = progress
         return state
 
 
@@ -249,53 +301,57 @@ def hybridize(
     *,
     data_folder: Path | None = None,
     max_length: int = 1024,
-    num_validation: int = 200,
+    num_validation: int | None = None,
     num_proc: int = 2,
     tracker: str = "none",
     console: Console,
 ) -> Agreement | None:
-    """Writes a plain `BambaForCausalLM` folder into `out`, with `hybrid.json` beside it; None where it was interrupted.
+    """Writes a plain `BambaForCausalLM` folder into `out`, with `hybrid.json` beside it; None but on the main process.
 
     Args:
         target: built-in name, folder or hub id of a Llama-style model.
         source: conversations, as `prepare` takes them; every token of them is trained on.
         data_folder: prepared rows, made here if they are not there; None: in the cache folder.
+        num_validation: conversations held out; None: a tenth of them, 200 at most.
 
     Raises:
-        ValueError: an architecture or layers that do not fit, or `out` was begun with other settings;
-            `compile` without a C++ compiler on a CPU.
+        Stopped: it was asked to stop; what was done is saved.
+        ValueError: an architecture or layers that do not fit, or as `Hybridizer` and `prepare`; `compile` without a
+            C++ compiler on a CPU.
         ImportError: a tracker that is not installed.
     """
     if tracker != "none" and find_spec(tracker) is None:
         raise ImportError(f"tracker {tracker} is not installed: pip install {tracker}, or --tracker none")
+    config.check_model(AutoConfig.from_pretrained(str(asset_path(target)) if is_asset(target) else target))
     tokenizer = load_tokenizer(target)
-    folder = data_folder or cache_root() / "rows" / f"{Path(source).stem}-{Path(target).name}-{max_length}-hybridize"
+    if num_validation is None:
+        num_validation = _held_out(source)
+    folder = data_folder or cache_root() / "rows" / _rows_name(source, target, max_length, num_validation)
     prepare(source, tokenizer, folder, max_length=max_length, num_validation=num_validation, num_proc=num_proc)
     accelerator = Accelerator(mixed_precision="no", log_with=None if tracker == "none" else tracker, project_dir=out)
     if config.compile:
         check_compiler(accelerator.device)
     if tracker != "none":
         accelerator.init_trackers("draftwood-hybridize", asdict(config))
-    model = load_target(target, dtype="bfloat16", device=accelerator.device).model
+    loaded = load_target(target, dtype="bfloat16", device=accelerator.device)
     out.mkdir(parents=True, exist_ok=True)
     with StopRequest(accelerator) as stop, _Shown(console, accelerator, out / "metrics.jsonl") as shown:
         run = Hybridizer(
-            model, load_rows(folder, "train"), load_rows(folder, "validation"), out, config, accelerator, shown.log
+            loaded, load_rows(folder, "train"), load_rows(folder, "validation"), out, config, accelerator, shown.log
         )
         shown.start_at(run.progress)
         hybrid = run.run(stop)
     if tracker != "none":
         accelerator.end_training()
     if hybrid is None:
-        console.print(f"Stopped; the same command goes on from {out / _STATE}")
-        return None
+        raise Stopped(out / _STATE)
     if not accelerator.is_main_process:
         return None
     hybrid.save_pretrained(out)
     tokenizer.save_pretrained(out)
     with torch.compiler.set_stance("force_eager"):
         found = measure(
-            model.float().cpu(), hybrid, run.held_out.batch(0, min(config.evaluate_blocks, len(run.held_out)))
+            run.model.float().cpu(), hybrid, run.held_out.batch(0, min(config.evaluate_blocks, len(run.held_out)))
         )
     record = {
         "made_from": target,
@@ -308,6 +364,20 @@ def hybridize(
     }
     (out / "hybrid.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return found
+
+
+def _held_out(source: str) -> int:
+    """A tenth of the conversations of `source`, `_MOST_HELD_OUT` at most."""
+    count = sum(1 for one in open_sources(source) for _ in islice(one.rows(), 10 * _MOST_HELD_OUT))
+    return max(1, min(_MOST_HELD_OUT, count // 10))
+
+
+def _rows_name(source: str, target: str, max_length: int, num_validation: int) -> str:
+    """Of the folder of prepared rows; a hash tells sources and targets of one name apart."""
+    given = SourceConfig.parse(source)
+    places = [str(Path(name).resolve()) if Path(name).exists() else name for name in (given.path, target)]
+    digest = sha256(repr((places, given.split, given.weight)).encode()).hexdigest()[:8]
+    return f"{Path(given.path).stem}-{Path(target).name}-{max_length}-{num_validation}-hybridize-{digest}"
 
 
 class _Shown:

@@ -8,11 +8,15 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from draftwood.cli import app
 from draftwood.models.hybrid import build_hybrid
 from draftwood.models.target import load_target
+from draftwood.train import hybridize as hybridize_module
 from draftwood.train.hybrid_stages import Distilling, Mixers, agreement
 from draftwood.train.hybridize import HybridizeConfig, Hybridizer, Progress, _Shown, chosen_layers, hybridize
+from draftwood.train.loop import Stopped
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.token_blocks import TokenBlocks
 
@@ -40,10 +44,10 @@ def config(**changes):
 
 
 def hybridizer(workshop, out, settings, seen=None):
-    model = load_target(str(workshop / "target")).model
+    target = load_target(str(workshop / "target"))
     rows = [load_rows(workshop / "rows", name) for name in ("train", "validation")]
     log = (lambda stage, _, figures: seen.append((stage, figures))) if seen is not None else lambda *_: None
-    return Hybridizer(model, *rows, out, settings, Accelerator(), log)
+    return Hybridizer(target, *rows, out, settings, Accelerator(), log)
 
 
 def test_both_stages_bring_the_hybrid_nearer_to_the_original(workshop, tmp_path):
@@ -96,6 +100,102 @@ def test_other_settings_are_refused_where_a_run_was_begun(workshop, tmp_path):
     hybridizer(workshop, tmp_path, config()).run(StopAfter(2))
     with pytest.raises(ValueError, match="was begun with lr="):
         hybridizer(workshop, tmp_path, config(lr=0.5))
+
+
+def test_another_target_of_the_same_shape_is_refused_where_a_run_was_begun(workshop, tmp_path):
+    hybridizer(workshop, tmp_path, config()).run(StopAfter(2))
+    target = load_target(str(workshop / "target"))
+    target.model.model.layers[0].mlp.up_proj.weight.data.add_(0.01)
+    rows = [load_rows(workshop / "rows", name) for name in ("train", "validation")]
+    with pytest.raises(ValueError, match="was begun with other target"):
+        Hybridizer(target, *rows, tmp_path, config(), Accelerator(), lambda *_: None)
+
+
+@pytest.mark.parametrize("changed", ["train", "validation"])
+def test_other_rows_are_refused_where_a_run_was_begun(workshop, tmp_path, changed):
+    hybridizer(workshop, tmp_path, config()).run(StopAfter(2))
+    rows = {name: load_rows(workshop / "rows", name) for name in ("train", "validation")}
+    rows[changed] = rows[changed].select(range(1, len(rows[changed])))
+    with pytest.raises(ValueError, match="was begun with other rows"):
+        Hybridizer(load_target(str(workshop / "target")), *rows.values(), tmp_path, config(), Accelerator(), print)
+
+
+def test_a_run_begun_before_target_and_rows_were_noted_goes_on(workshop, tmp_path):
+    hybridizer(workshop, tmp_path, config()).run(StopAfter(2))
+    state = torch.load(tmp_path / "training.pt", weights_only=True)
+    del state["identity"]["target"], state["identity"]["rows"]
+    torch.save(state, tmp_path / "training.pt")
+    assert hybridizer(workshop, tmp_path, config()).progress.step == 2
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"nonsense", lambda data: b""])
+def test_a_damaged_state_is_named_and_may_be_deleted(workshop, tmp_path, damage):
+    hybridizer(workshop, tmp_path, config()).run(StopAfter(2))
+    path = tmp_path / "training.pt"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match="training.pt is damaged .* delete it"):
+        hybridizer(workshop, tmp_path, config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(dict(num_auto=99), "auto:99: the model has"), (dict(num_auto=0, layers=(0, 99)), "expected some, not all")],
+)
+def test_layers_that_do_not_fit_are_refused_before_anything_is_done(workshop, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        hybridize(str(workshop / "target"), "none", tmp_path / "out", config(**changes), console=Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_layers_are_refused(workshop):
+    count = load_target(str(workshop / "target")).config.num_hidden_layers
+    for changes in (dict(num_auto=count), dict(num_auto=0, layers=tuple(range(count)))):
+        with pytest.raises(ValueError, match="layers"):
+            config(**changes).check_model(load_target(str(workshop / "target")).model.config)
+    config(num_auto=count - 1).check_model(load_target(str(workshop / "target")).model.config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("length", 0), ("save_every", 0), ("fit_tokens", -1), ("distil_tokens", -5), ("lr", 0.0),
+     ("distil_lr", float("nan")), ("mixer_weight", -1.0), ("seed", -1)],
+)  # fmt: skip
+def test_numbers_out_of_range_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}, expected"):
+        config(**{name: value})
+
+
+def test_processes_that_would_share_a_batch_unevenly_are_refused(workshop, tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "num_processes", 3)
+    with pytest.raises(ValueError, match="batch_size is 2, expected a multiple of the 3 processes"):
+        hybridizer(workshop, tmp_path, config())
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3, 1), (40, 4), (2500, 200)])
+def test_a_tenth_of_a_small_source_is_held_out_and_200_of_a_large_one(tmp_path, count, expected):
+    lines = [json.dumps(row) for row in tiny_run.conversations(count)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    assert hybridize_module._held_out(str(tmp_path / "rows.jsonl")) == expected
+
+
+def test_rows_of_two_files_of_one_name_lie_apart(tmp_path, monkeypatch):
+    names = set()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        (folder / "rows.jsonl").touch()
+        monkeypatch.chdir(folder)
+        names.add(hybridize_module._rows_name("rows.jsonl", "target", 64, 8))
+        names.add(hybridize_module._rows_name(str(folder / "rows.jsonl"), "target", 64, 8))
+    assert len(names) == 2
+
+
+def test_a_stopped_run_exits_with_130(tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise Stopped(tmp_path / "training.pt")
+
+    monkeypatch.setattr(hybridize_module, "hybridize", stop)
+    found = CliRunner().invoke(app, ["hybridize", "none", "--layers", "1", "--out", str(tmp_path)])
+    assert found.exit_code == 130 and "training.pt" in found.stderr
 
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path):
