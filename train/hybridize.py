@@ -328,7 +328,12 @@ def hybridize(
         num_validation = _held_out(source)
     folder = data_folder or cache_root() / "rows" / _rows_name(source, target, max_length, num_validation)
     prepare(source, tokenizer, folder, max_length=max_length, num_validation=num_validation, num_proc=num_proc)
-    accelerator = Accelerator(mixed_precision="no", log_with=None if tracker == "none" else tracker, project_dir=out)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # else several processes on a CPU each take themselves for the only one
+        mixed_precision="no",
+        log_with=None if tracker == "none" else tracker,
+        project_dir=out,
+    )
     if config.compile:
         check_compiler(accelerator.device)
     if tracker != "none":

@@ -22,7 +22,7 @@ class TokenBlocks:
             raise ValueError(f"the {name} have {len(stream)} tokens, fewer than one block of {length}")
         self.blocks = torch.from_numpy(stream[: len(stream) // length * length].reshape(-1, length))
 
-        self.digest = sha256(self.blocks.numpy()).hexdigest()
+        self.digest = sha256(self.blocks.numpy().tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -1,6 +1,10 @@
 """A hybrid of a tiny model: it learns, chooses layers, can be stopped at any step and goes on as if it had not."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny_run
@@ -10,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from draftwood import configs
 from draftwood.cli import app
 from draftwood.models.hybrid import build_hybrid
 from draftwood.models.target import load_target
@@ -196,6 +201,43 @@ def test_a_stopped_run_exits_with_130(tmp_path, monkeypatch):
     monkeypatch.setattr(hybridize_module, "hybridize", stop)
     found = CliRunner().invoke(app, ["hybridize", "none", "--layers", "1", "--out", str(tmp_path)])
     assert found.exit_code == 130 and "training.pt" in found.stderr
+
+
+@pytest.mark.slow  # starting processes takes half a minute on two cores
+def test_two_processes_train_one_hybrid(workshop, tmp_path):
+    here = Path(sys.executable).parent
+    launcher = [
+        here / "accelerate",
+        "launch",
+        "--config_file",
+        Path(configs.__file__).parent / "accelerate/two_processes.yaml",
+    ]
+    options = [
+        "--layers",
+        "auto:1",
+        "--source",
+        workshop / "rows.jsonl",
+        "--data-folder",
+        tmp_path / "data",
+        "--length",
+        16,
+    ]
+    tokens = ["--batch-size", 2, "--select-tokens", 160, "--fit-tokens", 320, "--distil-tokens", 320]
+    command = [
+        *launcher,
+        here / "draftwood",
+        "hybridize",
+        workshop / "target",
+        "--out",
+        tmp_path / "out",
+        *options,
+        *tokens,
+    ]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 20  # not those of two runs
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "bamba"
 
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path):
