@@ -154,7 +154,13 @@ def benchmark_verify(
         context: tokens in the state before the step.
         repeats: timed rounds; in each, every method and size runs once.
         graph: chain and tree through `GraphStep`, captured where there is a GPU.
+
+    Raises:
+        ValueError: a number below 1.
     """
+    for setting, value in (("nodes", min(nodes, default=0)), ("context", context), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"{setting} is {value}; expected 1 or more")
     device, rows = torch.device(device), []
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")

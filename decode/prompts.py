@@ -110,9 +110,15 @@ def read_conversations(path: str | Path) -> Iterator[Conversation]:
     `id`) are optional. Blank lines are passed over.
 
     Raises:
-        ValueError: the line or entry at fault and what was expected.
+        FileNotFoundError: no such file.
+        ValueError: a folder; or the line or entry at fault and what was expected.
     """
     path = Path(path)
+    expected = "expected a file of prompts, .jsonl or .json with `turns` or .txt with one a line"
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file; {expected}")
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder; {expected}")
     text = read_utf8(path.read_bytes(), str(path)).removeprefix("\ufeff")
     if path.suffix == ".json":
         entries = _load(text, str(path))

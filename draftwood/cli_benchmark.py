@@ -10,6 +10,7 @@ from draftwood.cli_options import (
     NewTokensOption,
     TargetOption,
     check_draft,
+    check_prompts,
     load_any_draft,
     prompt_set_of,
 )
@@ -77,6 +78,7 @@ def benchmark_decode(
     plans = {} if draft is None else plans_of(draft, tuple(names))
     if wanted is not None:  # before anything is loaded
         run.check_settings(wanted, has_draft=draft is not None, has_plan=bool(plans), **options)
+    check_prompts(prompts, num_prompts)
     if draft is not None:
         check_draft(draft, target)
     with Console(stderr=True).status("loading") as status:

@@ -18,6 +18,8 @@ from draftwood.cli_options import (
     TopKOption,
     TopPOption,
     TreeOption,
+    check_prompts,
+    check_sampling,
     check_tree,
     load_models,
     prompt_set_of,
@@ -53,8 +55,8 @@ def generate(
         Path | None, typer.Option(help="Answer those of a file: .jsonl or .json with `turns`, .txt with one a line.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON Lines file of --prompts; one begun is gone on with.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Of --prompts: so many answered together.")] = 1,
-    num_prompts: Annotated[int | None, typer.Option(help="Of --prompts: so many from the start.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of --prompts: so many answered together.")] = 1,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Of --prompts: so many from the start.")] = None,
 ) -> None:
     """Answer a prompt on the standard output, what it took on the standard error; or --prompts into --out."""
     if (prompt is None) == (prompts is None) or (prompts is None) != (out is None):
@@ -63,6 +65,7 @@ def generate(
     if prompts is not None and out is not None:
         from draftwood.decode.answer_prompts import answer_prompts
 
+        check_prompts([prompts], num_prompts)
         models = load_models(target, draft, tree, dtype, device, temperature)
         settings |= {"tree": tree_of(tree, draft, models[0]), "seed": seed or 0}
         account = answer_prompts(*models, prompts, out, batch_size=batch_size, num_prompts=num_prompts, **settings)
@@ -104,8 +107,8 @@ def chat(
     from draftwood.decode.chat import chat as run
     from draftwood.decode.screen import open_screen
 
-    models = load_models(target, draft, tree, dtype, device, temperature)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, stop)
+    models = load_models(target, draft, tree, dtype, device, temperature)
     settings |= {"tree": tree_of(tree, draft, models[0]), "seed": seed, "system": system}
     run(*models, _read_turn, open_screen(colour_drafts), lambda line: typer.echo(line, err=True), **settings)
 
@@ -145,6 +148,8 @@ def evaluate(
         raise ValueError(f"--tree: got {', '.join(trees)}; expected different ones")
     for tree in trees:
         check_tree(tree, temperature)
+    check_sampling(temperature, top_k, top_p)
+    check_prompts(prompts, num_prompts)
     models = load_models(target, draft, trees[0], dtype, device, temperature)
     sets = [prompt_set_of(source, models[0].tokenizer, num_prompts, max_prompt_tokens) for source in prompts]
     if len({s.name for s in sets}) < len(sets):
@@ -191,7 +196,8 @@ def doctor(
 def _settings(
     max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, stop: list[str] | None
 ) -> dict[str, Any]:
-    """Of `generate`."""
+    """Of `generate`, checked."""
+    check_sampling(temperature, top_k, top_p)
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     return dict(max_new_tokens=max_new_tokens, stop_strings=stop or [], **sampling)
 

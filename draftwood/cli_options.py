@@ -1,5 +1,7 @@
 """Options that several commands share, and what they all do with them."""
 
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,7 @@ TreeOption = Annotated[
 ]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16; default: as saved.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Default: the first GPU, else the CPU.")]
-NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", help="Bound on the new tokens of an answer.")]
+NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Bound on the new tokens of an answer.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0: greedy.")]
 TopKOption = Annotated[int | None, typer.Option("--top-k", help="Keep so many tokens of the target's distribution.")]
 TopPOption = Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens of this total share.")]
@@ -65,6 +67,29 @@ def check_draft(draft: Path, target: str) -> None:
     check(draft, target, load_config(target))
 
 
+def check_sampling(temperature: float, top_k: int | None = None, top_p: float | None = None) -> None:
+    """Raises:
+    ValueError: the setting at fault and its range.
+    """
+    from draftwood.decode.verify import Sampling
+
+    Sampling(temperature, top_k, top_p)
+
+
+def check_prompts(sources: Iterable[str | Path], limit: int | None) -> None:
+    """That the files among `sources` can be read as prompts, before anything is loaded.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or what is wrong in its first `limit` entries.
+    """
+    from draftwood.decode.prompts import read_conversations
+
+    for source in sources:
+        if not _rows_of(str(source)) and not Path(source).is_fifo():  # a pipe can be read only once
+            for _ in islice(read_conversations(source), limit):
+                pass
+
+
 def load_any_draft(draft: Path, target: Any) -> Any:
     """A draft checkpoint; of `model:<built-in name, folder or hub id>`, or a folder with a model, a `LanguageDraft`."""
     if _is_model(draft):
@@ -103,10 +128,16 @@ def tree_of(tree: str, draft: Path | None, target: Any) -> Any:
 def prompt_set_of(source: str, tokenizer: Any, limit: int | None, max_tokens: int | None) -> "PromptSet":
     from draftwood.decode.prompts import prompts_from_rows, read_prompts
 
-    kind, colon, folder = source.partition(":")
-    if kind in ("validation", "turns") and colon:
+    if prepared := _rows_of(source):
         from draftwood.train.prepare import load_rows
 
+        kind, folder = prepared
         rows = load_rows(folder, "validation")
         return prompts_from_rows(rows, kind, limit=limit, max_tokens=max_tokens, every_turn=kind == "turns")
     return read_prompts(source, tokenizer, limit=limit, max_tokens=max_tokens)
+
+
+def _rows_of(source: str) -> tuple[str, str] | None:
+    """Kind and folder of a source that is prepared rows; None for a file."""
+    kind, colon, folder = source.partition(":")
+    return (kind, folder) if colon and kind in ("validation", "turns") else None

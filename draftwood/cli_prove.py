@@ -12,6 +12,8 @@ from draftwood.cli_options import (
     TemperatureOption,
     TreeOption,
     check_draft,
+    check_prompts,
+    check_sampling,
     load_any_draft,
     load_models,
     prompt_set_of,
@@ -41,6 +43,7 @@ def certify(
     from draftwood.decode.certify import certify as run
     from draftwood.models.checkpoint import notes_folder
 
+    check_prompts([prompts] if prompts else [], num_prompts)
     models = load_models(target, draft, "dynamic", dtype, device)
     ids: Any = None
     if prompts is not None:
@@ -84,6 +87,8 @@ def plan(
     from draftwood.decode.propose.plan import FILE
     from draftwood.models.checkpoint import notes_folder
 
+    check_sampling(temperature)
+    check_prompts([prompts] if prompts else [], num_prompts)
     models = {}
     for dtype in dtypes.split(",") if dtypes else [None]:
         loaded = load_models(target, draft, "dynamic", dtype, device)
@@ -130,6 +135,8 @@ def compare(
 
     if len(drafts) < 2 or len(set(drafts)) < len(drafts):
         raise ValueError(f"drafts: got {', '.join(map(str, drafts))}; expected two or more different folders")
+    check_sampling(temperature)
+    check_prompts([prompts], num_prompts)
     for draft in drafts:
         check_draft(draft, target)
     loaded, first = load_models(target, drafts[0], tree, dtype, device)

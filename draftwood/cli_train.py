@@ -13,6 +13,7 @@ from draftwood.cli_options import (
     TemperatureOption,
     TopPOption,
     TreeOption,
+    check_sampling,
     load_models,
     tree_of,
 )
@@ -90,6 +91,7 @@ def regenerate(
     from draftwood.train.regenerate import regenerate as run
     from draftwood.train.turns import TurnPolicy
 
+    check_sampling(temperature, top_p=top_p)
     loaded, loaded_draft = load_models(target, draft, tree, dtype, device, temperature)
     found = run(
         loaded,

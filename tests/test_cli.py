@@ -87,12 +87,33 @@ def test_evaluate_compares_several_trees_with_the_first(folders, run, tmp_path):
         (["--draft", "nowhere"], "nowhere"),
         (["--top-p", "0.5"], "temperature 0"),
         (["--dtype", "float31"], "float31"),
+        (["--tree", "dynamic-100000"], "from 1 to 9999"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, folders, run):
     code, out, err = run("generate", "x", "--target", folders[0], *arguments)
     line = next(line for line in err.splitlines() if line.startswith("draftwood: "))
     assert code == 2 and out == "" and message in line and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["x", "--max-new-tokens", "0"], "max-new-tokens"),
+        (["x", "--temperature", "-1"], "temperature is -1"),
+        (["x", "--temperature", "1", "--top-k", "0"], "top_k is 0"),
+        (["x", "--temperature", "1", "--top-p", "2"], "top_p is 2"),
+        (["--prompts", "no.jsonl", "--out", "out.jsonl"], "no.jsonl: no such file; expected a file of prompts"),
+        (["--prompts", ".", "--out", "out.jsonl"], "a folder; expected a file of prompts"),
+        (["--prompts", "bad.jsonl", "--out", "out.jsonl"], "bad.jsonl, line 2: expected an object"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_the_target_is_loaded(arguments, message, run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"turns": ["x"]}\n{}\n')
+    monkeypatch.setattr("draftwood.models.target.open_target", lambda *_: 1 / 0)
+    code, _, err = run("generate", *arguments)
+    assert code == 2 and message in err and "Traceback" not in err
 
 
 def test_a_draft_of_another_target_is_refused_before_the_target_is_loaded(folders, run, monkeypatch, tmp_path):
@@ -102,7 +123,8 @@ def test_a_draft_of_another_target_is_refused_before_the_target_is_loaded(folder
     shutil.copytree(draft, tmp_path / "draft")
     (tmp_path / "draft" / "draft.json").write_text(json.dumps(description))
     monkeypatch.setattr("draftwood.models.target.open_target", lambda *_: 1 / 0)
-    prompts = ["--prompts", "x.jsonl"]
+    (tmp_path / "p.jsonl").write_text('{"turns": ["x"]}')
+    prompts = ["--prompts", str(tmp_path / "p.jsonl")]
     for command in (
         ["generate", "x", "--target", target, "--draft", str(tmp_path / "draft")],
         ["compare", target, draft, str(tmp_path / "draft"), *prompts],
@@ -156,6 +178,11 @@ def test_prepare_then_distil_then_generate(run, tmp_path, monkeypatch):
 def test_a_wrong_override_is_one_line(run):
     code, _, err = run("distill", "quickstart", "optimizer.lrr=1")
     assert code == 2 and "did you mean" in err and "Traceback" not in err
+
+
+def test_benchmark_verify_of_no_node_is_refused(run):
+    code, _, err = run("benchmark", "verify", "--shape", "tiny", "--nodes", "0")
+    assert code == 2 and "nodes is 0; expected 1 or more" in err
 
 
 def test_benchmark_verify_writes_its_rows(run, tmp_path):

@@ -115,6 +115,9 @@ def copies(digest: str, weight: float, seed: int) -> int:
 
 def _load(config: SourceConfig, path: Path) -> Dataset:
     is_hub = not path.exists()
+    before, colon, weight = config.path.rpartition(":")
+    if is_hub and colon and (is_asset(before) or Path(before).exists()):
+        raise ValueError(f"{config.path}: the weight '{weight}' is not a number above 0, as in {before}:0.5")
     if is_hub and (not _HUB_ID.fullmatch(config.path) or path.suffix in _FILE_SUFFIXES):
         raise ValueError(
             f"{config.path}: no such file or folder; a source is a file, a folder saved by datasets, a hub id "

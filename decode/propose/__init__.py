@@ -90,6 +90,8 @@ def resolve_tree(spec: TreeSpec) -> Settings:
     ]
     near = difflib.get_close_matches(spec, known, 1, 0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ";"
+    if any(not 1 <= int(number) <= 9999 for number in re.findall(r"\d+", spec)):
+        hint = "; its numbers are from 1 to 9999."
     raise ValueError(f"no tree '{spec}'{hint} Known: {'; '.join(FORMS)}")
 
 

@@ -132,6 +132,7 @@ def test_text_of_a_table_that_is_no_utf8_costs_only_its_row(run, tmp_path):
         (lambda f: f"{_saved(Dataset.from_list(ROWS), f / 'a')}#test", r"a: one data set without splits; leave #test"),
         (lambda f: f"{KINDS['lines'](f)}#test", r"rows.jsonl is a file and has no splits; leave #test out"),
         (lambda f: f, r"datasets can't load this folder: "),
+        (lambda f: f"{KINDS['lines'](f)}:abc", r"rows.jsonl:abc: the weight 'abc' is not a number above 0"),
     ],
 )  # fmt: skip
 def test_a_source_that_holds_no_rows_is_one_line_that_names_it(make, message, run, tmp_path):
