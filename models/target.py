@@ -4,6 +4,8 @@ transformers does the modelling. A tree forward is its own forward over all node
 4-D mask of prefix and ancestors, and the conv and scan functions of the mixers replaced (`seam.py`).
 """
 
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +31,9 @@ from draftwood.models.state import DecodeState, accepted_columns, attention_mask
 from draftwood.models.taps import check_taps, tapped_forward
 from draftwood.models.transfer import send
 from draftwood.models.tree import Tree, root_tree
+
+# What the hub takes for a name, and nothing that can only be a path.
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -332,6 +337,7 @@ def load_target(
             it is; it is put into eval mode and its parameters are frozen.
 
     Raises:
+        FileNotFoundError: neither a built-in name nor a folder, and the hub does not give it.
         ValueError: a model type or layer type that trees are not implemented for, or a gate that failed: features
             that do not reproduce the logits, or a cached forward of several tokens that this transformers gets wrong.
     """
@@ -348,23 +354,42 @@ def open_target(
     """`load_target` without its gates, for a doctor."""
     if isinstance(model_or_path, PreTrainedModel):
         return Target(model_or_path)
-    model = AutoModelForCausalLM.from_pretrained(_source(model_or_path), dtype=_dtype(dtype))
-    return Target(model.to(_device(device)), load_tokenizer(model_or_path), str(model_or_path))
+    wanted, place = _dtype(dtype), _device(device)
+    model = _from_pretrained(AutoModelForCausalLM, model_or_path, dtype=wanted)
+    return Target(model.to(place), load_tokenizer(model_or_path), str(model_or_path))
 
 
 def load_config(name_or_path: str | Path) -> PretrainedConfig:
     """The config of a built-in asset, local folder or hub id."""
-    return AutoConfig.from_pretrained(_source(name_or_path))
+    return _from_pretrained(AutoConfig, name_or_path)
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a built-in asset, local folder or hub id."""
-    return AutoTokenizer.from_pretrained(_source(name_or_path))
+    return _from_pretrained(AutoTokenizer, name_or_path)
 
 
-def _source(name_or_path: str | Path) -> str:
+def _from_pretrained(kind: Any, name_or_path: str | Path, **options: Any) -> Any:
+    """What `kind` makes of a built-in asset, local folder or hub id.
+
+    Raises:
+        FileNotFoundError: neither a built-in name nor a folder, and the hub does not give it; the message is one line.
+    """
     name = str(name_or_path)
-    return str(assets.asset_path(name)) if assets.is_asset(name) else name
+    if assets.is_asset(name):
+        return kind.from_pretrained(str(assets.asset_path(name)), **options)
+    if name and Path(name).exists():
+        return kind.from_pretrained(name, **options)
+    built_in = [asset.name for asset in assets.ASSETS.values() if asset.convert]
+    near = [] if "/" in name else difflib.get_close_matches(name, built_in, 1, 0.8)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    message = f"no model {name!r}{hint}; expected a built-in name ({', '.join(built_in)}), a folder or a hub id"
+    if near or not _HUB_ID.fullmatch(name):  # the hub, where it is out of reach, is asked for half a minute
+        raise FileNotFoundError(message)
+    try:
+        return kind.from_pretrained(name, **options)
+    except OSError as error:
+        raise FileNotFoundError(f"{message}. Of the hub: {str(error).splitlines()[0]}") from None
 
 
 def _dtype(dtype: torch.dtype | str | None) -> Any:

@@ -254,6 +254,27 @@ def test_rotary_positions_that_depend_on_the_length_are_refused(kind):
         dw.load_target(model)
 
 
+@pytest.mark.parametrize("name, message", [
+    ("smolm2-135m", "no model 'smolm2-135m' .did you mean 'smollm2-135m'.*; expected a built-in name"),
+    ("", "no model ''; expected"),
+    ("./nowhere", "no model './nowhere'; expected a built-in name .*, a folder or a hub id$"),
+    ("/nowhere/at/all", "no model '/nowhere/at/all'; expected"),
+])  # fmt: skip
+def test_a_name_that_can_not_be_a_model_is_refused_without_asking_the_hub(name, message, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: 1 / 0)
+    with pytest.raises(FileNotFoundError, match=message):
+        open_target(name)
+
+
+def test_what_the_hub_says_is_one_line(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("out of reach\nCheck your connection")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(FileNotFoundError, match=r"no model 'owner/none'; expected .*Of the hub: out of reach\Z"):
+        open_target("owner/none")
+
+
 def test_a_refused_model_stays_as_it_was():
     model = tiny.build("llama").train()
     model.config._attn_implementation_internal = "flex_attention"
