@@ -278,7 +278,7 @@ class Hybridizer:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             identity, progress = state["identity"], Progress(**state["progress"])
         except Exception as error:  # the unpickler raises anything
-            raise ValueError(f"{path} is damaged ({error!r}): delete it to begin the run again") from None
+            raise ValueError(f"{path} is damaged ({type(error).__name__}): delete it to begin the run again") from None
         for key, value in identity.items():  # in a file of an earlier version without target and rows
             now = self.identity.get(key)
             if json.dumps(value) != json.dumps(now):

@@ -17,7 +17,7 @@ class TokenBlocks:
         """
         order = np.random.default_rng(seed).permutation(len(rows))
         ids = [np.asarray(batch, np.int32) for part in rows.iter(1000) for batch in part["input_ids"]]
-        stream = np.concatenate([ids[i] for i in order])
+        stream = np.concatenate([np.empty(0, np.int32), *(ids[i] for i in order)])
         if len(stream) < length:
             raise ValueError(f"the {name} have {len(stream)} tokens, fewer than one block of {length}")
         self.blocks = torch.from_numpy(stream[: len(stream) // length * length].reshape(-1, length))

@@ -309,6 +309,12 @@ def test_blocks_are_the_shuffled_stream_and_begin_again_at_its_end(workshop):
     assert not torch.equal(TokenBlocks(rows, 16, seed=4).blocks, blocks.blocks)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_rows_for_a_block_are_refused(workshop, count):
+    with pytest.raises(ValueError, match="the held-out rows have .* tokens, fewer than one block of 100"):
+        TokenBlocks(load_rows(workshop / "rows", "train").select(range(count)), 100, 0, "held-out rows")
+
+
 @pytest.mark.parametrize(("text", "expected"), [("1,3,5", ((1, 3, 5), 0)), ("auto:15", ((), 15))])
 def test_layers_are_named_or_counted(text, expected):
     assert chosen_layers(text) == expected
