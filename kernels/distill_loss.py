@@ -88,7 +88,7 @@ def distill_loss(
         statistics: of `features`; None: computed here, at the cost of one product with the whole vocabulary.
         rows_per_chunk: rows of logits held at a time, those of the target and of every align step together; at least
             one of each. None: `chunk_rows` of the target's vocabulary.
-        compiled: through `torch.compile` where torch does the passes over the logits: faster, the same up to rounding.
+        compiled: through `torch.compile` where torch does the passes over the logits: the same up to rounding.
 
     Raises:
         ValueError: an output whose shape is not that of `features`, or fewer step weights than align steps.

@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -26,13 +25,12 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import TextColumn
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from draftwood.configs.schema import SourceConfig
-from draftwood.models.assets import asset_path, cache_root, is_asset
+from draftwood.models.assets import cache_root
 from draftwood.models.fingerprint import fingerprint
 from draftwood.models.hybrid import build_hybrid, hybrid_config, replaced
-from draftwood.models.target import Target, load_target, load_tokenizer
+from draftwood.models.target import Target, load_config, load_target, load_tokenizer
 from draftwood.train.checkpoints import package_versions
 from draftwood.train.compiled import check_compiler
 from draftwood.train.hybrid_stages import Agreement, Distilling, Fitting, Mixers, agreement, lean_precision, measure
@@ -40,7 +38,7 @@ from draftwood.train.loop import Stopped
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.sources import open_sources
 from draftwood.train.token_blocks import TokenBlocks
-from draftwood.train.tracking import StopRequest
+from draftwood.train.tracking import StopRequest, check_tracker, keep_lines
 
 _STATE = "training.pt"
 _STAGES = ("select", "fit", "distil", "done")
@@ -320,9 +318,8 @@ def hybridize(
             C++ compiler on a CPU.
         ImportError: a tracker that is not installed.
     """
-    if tracker != "none" and find_spec(tracker) is None:
-        raise ImportError(f"tracker {tracker} is not installed: pip install {tracker}, or --tracker none")
-    config.check_model(AutoConfig.from_pretrained(str(asset_path(target)) if is_asset(target) else target))
+    check_tracker(tracker)
+    config.check_model(load_config(target))
     tokenizer = load_tokenizer(target)
     if num_validation is None:
         num_validation = _held_out(source)
@@ -406,10 +403,7 @@ class _Shown:
         if not self.accelerator.is_main_process or not self.path.is_file():
             return
         done = (_STAGES.index(progress.stage), progress.step)
-        lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        steps = [(_STAGES.index(row["stage"]), row["step"]) for row in map(json.loads, lines)]
-        kept = [f"{line}\n" for line, step in zip(lines, steps, strict=True) if step <= done]
-        self.path.write_text("".join(kept), encoding="utf-8")
+        keep_lines(self.path, lambda row: (_STAGES.index(row["stage"]), row["step"]) <= done)
 
     def log(self, stage: str, total: int, figures: dict[str, float]) -> None:
         if not self.accelerator.is_main_process:

@@ -4,7 +4,6 @@ import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from draftwood.train.compiled import check_compiler
 from draftwood.train.features import FeatureCache, FeatureError, FeatureSource, open_cache
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.sharding import is_sharded
+from draftwood.train.tracking import check_tracker
 from draftwood.train.turns import TurnPolicy
 
 # Longer than any extraction of features that one process may have to wait for.
@@ -89,8 +89,7 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
         ImportError: a tracker that is not installed.
     """
     tracker = config.loop.tracker
-    if tracker != "none" and find_spec(tracker) is None:
-        raise ImportError(f"loop.tracker is {tracker}, which is not installed: pip install {tracker}, or tracker: none")
+    check_tracker(tracker)
     if config.target.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("target.device is cuda, but no GPU is visible to torch; use auto or cpu")
     is_sharded()  # which checks its settings, before accelerate reads them

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -45,9 +46,8 @@ class MetricsLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         config = self._config.model_dump(mode="json")
         (self.path.parent / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self.path.touch()
+        keep_lines(self.path, lambda row: row["step"] <= step)
         self._task = self._progress.add_task("", total=total_steps, completed=step)
         self._progress.start()
         if self._config.loop.tracker != "none":
@@ -109,6 +109,20 @@ class MetricsLog:
     def _track(self, values: dict[str, float], step: int) -> None:
         if self._config.loop.tracker != "none":
             self._accelerator.log(values, step=step)
+
+
+def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Takes the other rows out of JSON Lines file `path`, and a last line that was cut off."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    path.write_text("".join(f"{line}\n" for line in lines if is_kept(json.loads(line))), encoding="utf-8")
+
+
+def check_tracker(name: str) -> None:
+    """Raises:
+    ImportError: tracker `name` is not installed.
+    """
+    if name != "none" and find_spec(name) is None:
+        raise ImportError(f"tracker {name} is not installed: pip install {name}, or choose the tracker none")
 
 
 def _peak_memory_gb() -> float:

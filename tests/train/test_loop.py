@@ -312,7 +312,7 @@ def test_wandb_works_offline_and_without_a_key(make_config, target, monkeypatch,
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_any_work(make_config, target, monkeypatch):
-    monkeypatch.setattr("draftwood.train.setup.find_spec", lambda name: None)
+    monkeypatch.setattr("draftwood.train.tracking.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install tensorboard"):
         distill(make_config("loop.tracker=tensorboard"), target)
 
