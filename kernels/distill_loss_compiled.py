@@ -49,16 +49,16 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _softmax_(logits: Tensor, largest: Tensor) -> Tensor:
     x, top = logits.to(wide(logits.dtype)), largest.to(wide(logits.dtype))[:, None]
-    total = torch.exp(x - top).sum(-1, keepdim=True)
-    logits.copy_(torch.exp(x - top) / total)
+    grown, total = _exponentials(x, top)
+    logits.copy_(grown / total)
     return (top + torch.log(total))[:, 0]
 
 
 def _weigh_(logits: Tensor, greedy: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     x = logits.to(wide(logits.dtype))
     ranks, top = _ranks(x, greedy), x.amax(-1, keepdim=True)
-    total = torch.exp(x - top).sum(-1, keepdim=True)
-    logits.copy_(torch.exp(x - top) * (mass[:, None] / total))
+    grown, total = _exponentials(x, top)
+    logits.copy_(grown * (mass[:, None] / total))
     return (top + torch.log(total))[:, 0], ranks
 
 
@@ -67,8 +67,8 @@ def _weigh_and_accept_(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = logits.to(wide(logits.dtype))
     ranks, top = _ranks(x, greedy), x.amax(-1, keepdim=True)
-    total = torch.exp(x - top).sum(-1, keepdim=True)
-    q, p = torch.exp(x - top) / total, target.to(x.dtype) * sayable[:, None]
+    grown, total = _exponentials(x, top)
+    q, p = grown / total, target.to(x.dtype) * sayable[:, None]
     alpha, below = torch.minimum(q, p).sum(-1), torch.where(q < p, q, 0).sum(-1)
     if eta is None:
         mix = torch.zeros_like(alpha)
@@ -79,6 +79,12 @@ def _weigh_and_accept_(
     pull = mass + weight * mix + slope * below
     logits.copy_(q * pull[:, None] - torch.where(q < p, q * slope[:, None], 0))
     return (top + torch.log(total))[:, 0], ranks, alpha, mix
+
+
+def _exponentials(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(x - top) [n, V] and its sums [n, 1], from logits x and the largest of each row, top [n, 1]."""
+    grown = torch.exp(x - top)
+    return grown, grown.sum(-1, keepdim=True)
 
 
 def _ranks(x: Tensor, greedy: Tensor) -> Tensor:
