@@ -64,7 +64,8 @@ def teacher_statistics(
     (None: `chunk_rows`); `compiled` as in `distill_loss`."""
     rows_per_chunk = rows_per_chunk or chunk_rows(len(head.weight))
     with torch.autocast(features.device.type, enabled=False):
-        chunks = [distill_loss_torch.statistics(f, head, compiled) for f in features.split(rows_per_chunk)]
+        held = distill_loss_torch.Held()
+        chunks = [distill_loss_torch.statistics(f, head, held, compiled) for f in features.split(rows_per_chunk)]
     return TeacherStatistics(torch.cat([c.normaliser for c in chunks]), torch.cat([c.argmax for c in chunks]))
 
 
@@ -120,6 +121,7 @@ class _DistillLoss(torch.autograd.Function):
             torch.empty_like(y) if needed else None for y, needed in zip(outputs, ctx.needs_input_grad[1:], strict=True)
         ]
         per_chunk = max(1, rows_per_chunk // (steps + 1))
+        held = distill_loss_torch.Held()
         with torch.autocast(device.type, enabled=False):
             for start in range(0, len(features), per_chunk):
                 rows = slice(start, start + per_chunk)
@@ -131,6 +133,7 @@ class _DistillLoss(torch.autograd.Function):
                     weights,
                     known,
                     with_grad=any(g is not None for g in grads),
+                    held=held,
                     compiled=compiled,
                 )
                 parts += found.sums

@@ -19,6 +19,7 @@ from draftwood.kernels.distill_terms import DistillHead, DistillWeights, Teacher
 
 # Of each of the two buffers that a few rows of probabilities take.
 _CACHED_BYTES = 1 << 20
+_PUSHED_ROWS = 256
 
 
 class ChunkOutput(NamedTuple):
@@ -30,9 +31,25 @@ class ChunkOutput(NamedTuple):
     grads: Tensor | None
 
 
-def statistics(features: Tensor, head: DistillHead, compiled: bool = False) -> TeacherStatistics:
+class Held:
+    """Memory of one chunk's logits, used for every chunk: fresh pages would take a CPU as long as the product does."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def logits(self, x: Tensor, weight: Tensor, scale: float) -> Tensor:
+        """`scale * x @ weight.T` [C, V] of x [C, D], in the weight's dtype; the next call overwrites it."""
+        size = len(x) * len(weight)
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = weight.new_empty(size)
+        logits = self._memory[:size].view(len(x), len(weight))
+        torch.mm(x.to(weight.dtype), weight.T, out=logits)
+        return logits if scale == 1.0 else logits.mul_(scale)
+
+
+def statistics(features: Tensor, head: DistillHead, held: Held, compiled: bool = False) -> TeacherStatistics:
     """Of `features` [C, D], all of whose logits are held."""
-    return _row_operations(features, compiled).probabilities_(_logits(features, head.weight, head.scale))
+    return _row_operations(features, compiled).probabilities_(held.logits(features, head.weight, head.scale))
 
 
 def chunk(
@@ -42,15 +59,16 @@ def chunk(
     weights: DistillWeights,
     known: TeacherStatistics | None,
     with_grad: bool,
+    held: Held,
     compiled: bool = False,
 ) -> ChunkOutput:
     """Of `outputs` J times [C, D] and `features` [C, D], all of whose logits over the draft's vocabulary are held."""
     rows = _row_operations(features, compiled)
     num_steps, count, dtype = len(outputs), len(features), head.draft_weight.dtype
     if known is None and head.positions is not None:
-        known = statistics(features, head, compiled)
+        known = statistics(features, head, held, compiled)
     stacked = torch.cat([x.to(dtype) for x in (features, *outputs)])
-    logits = _logits(stacked, head.draft_weight, head.scale).view(num_steps + 1, count, -1)
+    logits = held.logits(stacked, head.draft_weight, head.scale).view(num_steps + 1, count, -1)
     target, drafts = logits[0], logits[1:]
 
     top, ids = target.topk(min(weights.k, target.shape[-1]))
@@ -70,7 +88,7 @@ def chunk(
     feature = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").sum(-1) / y.shape[-1]
     topk = (top_probs * (normaliser[..., None] - picked)).sum(-1)
     pushed = logits if with_grad else logits[:1]
-    push = head.scale * (pushed.flatten(0, 1) @ head.draft_weight).to(wide(dtype)).view(len(pushed), count, -1)
+    push = head.scale * _push(pushed.flatten(0, 1), head.draft_weight).to(wide(dtype)).view(len(pushed), count, -1)
     ce = normaliser - (push[0] * y).sum(-1)
     accepted = torch.zeros_like(ce)
     if weights.acceptance:
@@ -193,9 +211,11 @@ def _ranks(q: Tensor, first: Tensor, greedy: Tensor, spare: Tensor) -> Tensor:
     return torch.where(greedy >= 0, ranks, q.shape[-1])
 
 
-def _logits(x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    logits = x.to(weight.dtype) @ weight.T
-    return logits if scale == 1.0 else logits.mul_(scale)
+def _push(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows @ weight` [N, D] of rows [N, V]; on a CPU a few hundred rows at a time, as more leave its cache."""
+    if rows.device.type != "cpu":
+        return rows @ weight
+    return torch.cat([part @ weight for part in rows.split(_PUSHED_ROWS)])
 
 
 def _mix(probs: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
