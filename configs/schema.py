@@ -6,7 +6,7 @@ A YAML file names one run and holds only what differs from these defaults; `sect
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -179,6 +179,13 @@ class RunConfig(Section):
     loop: LoopConfig = LoopConfig()
     stages: tuple[StageConfig, ...] = ()  # none: all of the run is one stage
     evaluate: EvaluateConfig = EvaluateConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _is_one_folder(cls, name: str) -> str:
+        if not name.strip(". ") or {"/", "\\"} & set(name):
+            raise ValueError("expected the name of a folder, without a path; `output` says where it is")
+        return name
 
     @model_validator(mode="after")
     def _stages_fit(self) -> "RunConfig":

@@ -37,6 +37,7 @@ def load_models(
     check_tree(tree, temperature)
     if draft is not None:
         check_draft(draft, target)
+    check_plan(tree, draft)
     loaded = load_target(target, dtype, device)
     if draft is None:
         return loaded, None
@@ -53,6 +54,16 @@ def check_tree(tree: str, temperature: float | None = None) -> None:
         settings = resolve_tree(tree)
         if temperature is not None:
             check_temperature(settings, temperature)
+
+
+def check_plan(tree: str, draft: Path | None) -> None:
+    """Raises:
+    FileNotFoundError: the plan that `--tree` names is not there; without a draft there is nothing to plan.
+    """
+    from draftwood.decode.propose.plan import find_plan
+
+    if draft is not None and _is_plan(tree):
+        find_plan(draft if tree == "plan" else tree)
 
 
 def check_draft(draft: Path, target: str) -> None:

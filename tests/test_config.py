@@ -32,6 +32,8 @@ def test_there_are_recipes():
         ("align=3", "'align' is a section, got 3"),
         ("align.step_weights=[1,2]", "step_weights has 2 entries, align.steps is 3"),
         ("draft.kind=medusa", "align.steps is 3, but medusa has 4 heads, .* align.steps=4 or draft.num_heads=3"),
+        ("name=../elsewhere", "name: .*name of a folder, without a path"),
+        ("name=..", "name: .*name of a folder"),
         ("target.name", "override 'target.name': expected section.field=value"),
         ("data.source=[", r"override 'data\.source=\[': the value is not YAML: [^\n]*\Z"),
         ("target.name.x=1", "'name' is not a section"),

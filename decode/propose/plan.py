@@ -103,11 +103,21 @@ def plan_file(draft: str | Path) -> Path:
     return brought if brought.is_file() and not made.is_file() else made
 
 
-def _read(path: str | Path) -> tuple[Path, Any, dict[str, Any]]:
-    """The file, its format and, where that is known, the plans in it by dtype."""
+def find_plan(path: str | Path) -> Path:
+    """The plan's file: `path` itself, or that of a draft by its folder or name.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
     path = Path(path) if Path(path).suffix == ".json" and not Path(path).is_dir() else plan_file(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no plan; `draftwood plan TARGET DRAFT` makes one")
+    return path
+
+
+def _read(path: str | Path) -> tuple[Path, Any, dict[str, Any]]:
+    """The file, its format and, where that is known, the plans in it by dtype."""
+    path = find_plan(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return path, values["format"], dict(values["plans"]) if values["format"] == FORMAT else {}

@@ -56,7 +56,8 @@ def test_a_file_of_that_name_hides_no_shipped_draft(tmp_path, monkeypatch):
 def test_the_plan_of_a_shipped_draft_is_kept_in_the_cache_and_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    planning = Planning({"float32": Plan(Tree.chain(2), 2.0, 3.0, 2.0, (1.0, 2.0), {"costs_ms": {"spread": 1.0}})}, {})
+    details = {"costs_ms": {"spread": 1.0}, "speedup_on_other_prompts": 1.3}
+    planning = Planning({"float32": Plan(Tree.chain(2), 2.0, 3.0, 2.0, (1.0, 2.0), details)}, {})
     planning.save(plan_file(DRAFTS[0]))
     assert load_plan(DRAFTS[0], "float32").tree.num_nodes == 3 and plans_of(DRAFTS[0], ["float32"])
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
