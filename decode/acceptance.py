@@ -41,11 +41,13 @@ class Observation:
         trials: [LEVELS, RANKS], nodes that had a child of that rank.
         orders: for each step of a dynamic tree and each bound on the depth, the places of the kept nodes in the order
             of score among the nodes down to there.
+        steps: of each step the nodes of its tree and how many of them were kept, the root among both.
     """
 
     hits: np.ndarray = field(default_factory=lambda: np.zeros((LEVELS, RANKS)))
     trials: np.ndarray = field(default_factory=lambda: np.zeros((LEVELS, RANKS)))
     orders: list[list[list[int]]] = field(default_factory=list)
+    steps: list[tuple[int, int]] = field(default_factory=list)
 
 
 class _Observer:
@@ -65,6 +67,7 @@ class _Observer:
 
     def advance(self, tokens: Tensor, features: Tensor, paths: list[list[int]], roots: Tensor) -> None:
         if self.is_whole and paths[0]:
+            self.observation.steps.append((self.proposal.tree.num_nodes, len(paths[0])))
             self._count(self.proposal.tree, paths[0])
         self.inner.advance(tokens, features, paths, roots)
 

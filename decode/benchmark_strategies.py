@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from draftwood.models.target import Target
 
 PLAN = "plan"
-_CHOSEN = ("chain-4", "stree", "eagle-25", "dynamic-8", "dynamic-16", "beam-3x4")
+_CHOSEN = ("chain-4", "stree", "eagle-25", "dynamic-8", "dynamic-16", "dynamic-16+lookup", "beam-3x4")
 _DRAWN = ("sampled-1x4", "sampled-3x4", "sampled-4-2-1-1")
 _OF_MEDUSA = ("product-4x2x2", "medusa-63")
 _WITHOUT_DRAFT = ("lookup", "lookahead")

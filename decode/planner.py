@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from draftwood.decode.acceptance import (
 from draftwood.decode.cost import Costs, makes_dynamic, measure_costs
 from draftwood.decode.evaluate import describe_machine
 from draftwood.decode.optimal_tree import best_tree, expected_tokens
-from draftwood.decode.propose import DynamicTree
+from draftwood.decode.propose import DynamicTree, JoinedTree
 from draftwood.decode.propose.plan import FILE, FORMAT, Plan
 from draftwood.models.tree import Tree
 
@@ -154,7 +154,12 @@ def make_plan(
         "prompts": len(prompts),
         **common,
     }
-    plans = {dtype: _plan(costs[dtype], draft, seen, grown, seed) for dtype in models}
+    plans = {}
+    for dtype in models:
+        plan = _plan(costs[dtype], draft, seen, grown, seed)
+        say(f"acceptance with lookup, {dtype}")
+        joined = JoinedTree(plan.tree)  # type: ignore[arg-type]
+        plans[dtype] = _with_lookup(plan, joined, costs[dtype], observe(target, draft, prompts, joined, **common))
     return Planning(plans, settings)
 
 
@@ -227,11 +232,42 @@ def _choose(
     return max(static, dynamic, key=lambda choice: choice.tokens(prompts) / choice.step_ms)
 
 
+def _with_lookup(plan: Plan, joined: JoinedTree, costs: Costs, seen: list[Observation]) -> Plan:
+    """`plan` with its tree joined by lookup where that is faster by what was `seen` of it.
+
+    A step costs what verifying the further nodes costs more; the interval is scaled by what lookup brings.
+    """
+    steps = np.array([step for o in seen for step in o.steps], dtype=np.float64).reshape(-1, 2)
+    if not len(steps):
+        return plan
+    nodes, tokens = steps.mean(0).tolist()
+    own = plan.tree.num_nodes if isinstance(plan.tree, Tree) else plan.tree.budget + 1  # type: ignore[union-attr]
+    step_ms = plan.step_ms + max(0.0, costs.verify_ms(nodes) - costs.verify_ms(own))
+    gain = (tokens / step_ms) / (plan.tokens_per_step / plan.step_ms)
+    details = {**plan.details, "lookup": {"nodes": nodes, "tokens_per_step": tokens, "step_ms": step_ms, "gain": gain}}
+    if gain <= 1:
+        return replace(plan, details=details)
+    details["speedup_on_other_prompts"] *= gain
+    low, high = plan.interval
+    return replace(
+        plan,
+        tree=joined,
+        tokens_per_step=tokens,
+        step_ms=step_ms,
+        interval=(low * gain, high * gain),
+        details=details,
+    )
+
+
 def _held_out(plan: Plan) -> str:
     return f"{plan.details['speedup_on_other_prompts']:.2f} ({plan.interval[0]:.2f} to {plan.interval[1]:.2f})"
 
 
 def _name(plan: Plan) -> str:
-    if isinstance(plan.tree, DynamicTree):
-        return f"dynamic, {plan.tree.budget} nodes, {plan.tree.levels} levels"
-    return f"static, {plan.tree.num_nodes - 1} nodes, {plan.tree.max_depth} levels"
+    is_joined = isinstance(plan.tree, JoinedTree)
+    tree = plan.tree.tree if isinstance(plan.tree, JoinedTree) else plan.tree
+    if isinstance(tree, DynamicTree):
+        name = f"dynamic, {tree.budget} nodes, {tree.levels} levels"
+    else:
+        name = f"static, {tree.num_nodes - 1} nodes, {tree.max_depth} levels"  # type: ignore[union-attr]
+    return f"{name}, and lookup" if is_joined else name

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from draftwood.decode.measure import Outcome
 from draftwood.decode.prompts import PromptSet
-from draftwood.decode.propose import BeamTree, DynamicTree, SampledTree, Settings
+from draftwood.decode.propose import BeamTree, DynamicTree, JoinedTree, SampledTree, Settings
 from draftwood.decode.report import TRANSFORMERS
 from draftwood.decode.stats import DEFINITIONS, paired, summarize
 from draftwood.models.tree import Tree
@@ -181,7 +181,9 @@ def _gains(
 ) -> list[Gain]:
     gains = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
-        filled = [row for row in rows if row.dtype == dtype and row.strategy in trees]
+        # What lookup adds is not the draft's.
+        own = {name for name, tree in trees.items() if not isinstance(tree, JoinedTree)}
+        filled = [row for row in rows if row.dtype == dtype and row.strategy in own]
         chains = [row for row in filled if is_chain(trees[row.strategy])]
         bushy = [row for row in filled if not is_chain(trees[row.strategy])]
         for figure in ("acceptance_length", "tokens_per_s") if chains and bushy else ():

@@ -9,6 +9,7 @@ from draftwood.decode.propose.adaptive import follow
 from draftwood.decode.propose.base import Drafter, Proposal, Proposer
 from draftwood.decode.propose.beam import BeamProposer, BeamTree
 from draftwood.decode.propose.dynamic import DynamicProposer, DynamicTree
+from draftwood.decode.propose.joined import JoinedProposer, JoinedTree
 from draftwood.decode.propose.lookahead import Lookahead, LookaheadProposer
 from draftwood.decode.propose.lookup import Lookup, LookupProposer
 from draftwood.decode.propose.plan import Plan
@@ -20,6 +21,7 @@ __all__ = [
     "FORMS",
     "BeamTree",
     "DynamicTree",
+    "JoinedTree",
     "Lookahead",
     "Lookup",
     "Plan",
@@ -31,7 +33,7 @@ __all__ = [
     "resolve_tree",
 ]
 
-Settings = Tree | DynamicTree | BeamTree | SampledTree | Lookup | Lookahead
+Settings = Tree | DynamicTree | BeamTree | JoinedTree | SampledTree | Lookup | Lookahead
 TreeSpec = Settings | Plan | str | None
 
 # How each is named; <..> are numbers, and a name without them takes the default settings.
@@ -44,6 +46,7 @@ FORMS = (
     "sampled-<children>x<levels>, sampled-<children>-<children>-...",
     "lookup, lookup-<tokens>, lookup-<tokens>x<matches>",
     "lookahead, lookahead-<window>x<ngram>x<pool>",
+    "<a tree that is not sampled>+lookup, also with lookup's numbers",
 )
 _NUMBER = r"([1-9]\d{0,3})"
 
@@ -61,6 +64,8 @@ def resolve_tree(spec: TreeSpec) -> Settings:
         return spec.tree
     if spec is None or spec == "dynamic":
         return DynamicTree()
+    if "+" in spec:
+        return _joined(spec)
     if match := re.fullmatch(rf"dynamic-{_NUMBER}", spec):
         return DynamicTree.of_budget(int(match[1]))
     if match := re.fullmatch(rf"beam-{_NUMBER}x{_NUMBER}", spec):
@@ -87,12 +92,21 @@ def resolve_tree(spec: TreeSpec) -> Settings:
         "sampled-3x4",
         "lookup",
         "lookahead",
+        "dynamic-16+lookup",
     ]
     near = difflib.get_close_matches(spec, known, 1, 0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ";"
     if any(not 1 <= int(number) <= 9999 for number in re.findall(r"\d+", spec)):
         hint = "; its numbers are from 1 to 9999."
     raise ValueError(f"no tree '{spec}'{hint} Known: {'; '.join(FORMS)}")
+
+
+def _joined(spec: str) -> JoinedTree:
+    parts = spec.split("+")
+    tree, lookup = resolve_tree(parts[0]), resolve_tree(parts[1])
+    if len(parts) > 2 or not isinstance(tree, Tree | DynamicTree | BeamTree) or not isinstance(lookup, Lookup):
+        raise ValueError(f"no tree '{spec}'; expected one that is not sampled and +lookup, as dynamic-16+lookup")
+    return JoinedTree(tree) if parts[1] == "lookup" else JoinedTree(tree, lookup)
 
 
 def make_proposer(
@@ -114,6 +128,9 @@ def make_proposer(
     if isinstance(tree, Plan):
         return follow(tree, make_proposer(draft, tree.tree, temperature, generator))
     settings = resolve_tree(tree)
+    if isinstance(settings, JoinedTree):
+        inner = make_proposer(draft, settings.tree)
+        return None if inner is None else JoinedProposer(inner, settings.lookup)
     if isinstance(settings, Lookup):
         return LookupProposer(settings)
     if isinstance(settings, Lookahead):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwood.decode.propose.base import DraftProposer, LogitsReader, Proposal, Proposer, root_proposal
+from draftwood.decode.propose.joined import JoinedProposer
 from draftwood.decode.propose.plan import Plan
 from draftwood.models.transfer import send
 
@@ -56,7 +57,7 @@ class AdaptiveProposer:
         self.break_even = plan.step_ms / plan.autoregressive_ms
         self.predicted = plan.tokens_per_step
         self.settings = settings or Adaptation()
-        self.is_deferring = isinstance(inner, DraftProposer)
+        self.is_deferring = isinstance(inner, DraftProposer | JoinedProposer)
 
     def start(self, input_ids: Tensor, lengths: list[int], features: Tensor, roots: Tensor) -> None:
         self.inner.start(input_ids, lengths, features, roots)

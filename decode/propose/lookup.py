@@ -75,14 +75,22 @@ class LookupProposer(TextProposer):
         self._indices = [_Index(self.settings) for _ in lengths]
 
     def propose(self, max_depth: int) -> Proposal:
-        length = min(self.settings.num_tokens, max_depth)
+        found = self.paths(max_depth)
+        if not any(found):
+            return root_proposal(self.roots)
         rows = []
+        for text, paths in zip(self.texts, found, strict=True):
+            branches = Branches(text[-1])
+            for path in paths:
+                branches.add(path)
+            rows.append(branches)
+        return as_proposal(rows, self.roots.device)
+
+    def paths(self, max_depth: int) -> list[list[list[int]]]:
+        """For each row the guesses below its root, the best first."""
+        length = min(self.settings.num_tokens, max_depth)
+        found = []
         for text, index in zip(self.texts, self._indices, strict=True):
             index.extend(text)
-            branches = Branches(text[-1])
-            for end in index.matches(text):
-                branches.add(text[end : end + length])
-            rows.append(branches)
-        if all(len(row.tokens) == 1 for row in rows):
-            return root_proposal(self.roots)
-        return as_proposal(rows, self.roots.device)
+            found.append([text[end : end + length] for end in index.matches(text)])
+        return found

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from draftwood.decode.propose.dynamic import DynamicTree
+from draftwood.decode.propose.joined import JoinedTree
+from draftwood.decode.propose.lookup import Lookup
 from draftwood.models.checkpoint import draft_folder, notes_folder
 from draftwood.models.tree import Tree
 
@@ -19,7 +21,7 @@ class Plan:
     """For one dtype; a `tree` that `generate` takes.
 
     Attributes:
-        tree: static or dynamic.
+        tree: static or dynamic, or one of them joined by lookup.
         tokens_per_step: predicted, the bonus token included.
         step_ms: of a speculative step, draft and commit included.
         autoregressive_ms: of a step without drafts.
@@ -27,7 +29,7 @@ class Plan:
         details: what else was measured.
     """
 
-    tree: Tree | DynamicTree
+    tree: Tree | DynamicTree | JoinedTree
     tokens_per_step: float
     step_ms: float
     autoregressive_ms: float
@@ -44,10 +46,9 @@ class Plan:
         return self.speedup > 1
 
     def to_dict(self) -> dict[str, Any]:
-        is_static = isinstance(self.tree, Tree)
         return {
             "speculate": self.is_worthwhile,
-            "tree": {"parents": self.tree.rows[0]} if is_static else {"dynamic": vars(self.tree)},  # type: ignore[union-attr]
+            "tree": _tree_to_dict(self.tree),
             "tokens_per_step": self.tokens_per_step,
             "step_ms": self.step_ms,
             "autoregressive_ms": self.autoregressive_ms,
@@ -59,15 +60,25 @@ class Plan:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Plan":
         known = ("tree", "speculate", "tokens_per_step", "step_ms", "autoregressive_ms", "speedup", "speedup_interval")
-        tree = values["tree"]
         return cls(
-            Tree.from_parents(tree["parents"]) if "parents" in tree else DynamicTree(**tree["dynamic"]),
+            _tree_from_dict(values["tree"]),
             values["tokens_per_step"],
             values["step_ms"],
             values["autoregressive_ms"],
             tuple(values["speedup_interval"]),
             {key: value for key, value in values.items() if key not in known},
         )
+
+
+def _tree_to_dict(tree: Any) -> dict[str, Any]:
+    if isinstance(tree, JoinedTree):
+        return {**_tree_to_dict(tree.tree), "lookup": vars(tree.lookup)}
+    return {"parents": tree.rows[0]} if isinstance(tree, Tree) else {"dynamic": vars(tree)}
+
+
+def _tree_from_dict(values: dict[str, Any]) -> Tree | DynamicTree | JoinedTree:
+    tree = Tree.from_parents(values["parents"]) if "parents" in values else DynamicTree(**values["dynamic"])
+    return JoinedTree(tree, Lookup(**values["lookup"])) if "lookup" in values else tree
 
 
 def load_plan(path: str | Path, dtype: str) -> Plan:

@@ -37,7 +37,7 @@ def test_the_default_strategies_all_run_and_a_perfect_draft_keeps_every_level(tw
     result = benchmark_decode({"float32": twin}, [PROMPTS], max_new_tokens=11)
     greedy, sampled = rows_of(result, 0), rows_of(result, 1)
     names = {name for name, _ in sampled}
-    assert names == {TRANSFORMERS, *default_strategies(twin[1])} and len(names) == 13
+    assert names == {TRANSFORMERS, *default_strategies(twin[1])} and len(names) == 14
     assert names - {name for name, _ in greedy} == {"sampled-1x4", "sampled-3x4", "sampled-4-2-1-1"}
     for rows in (greedy, sampled):
         assert rows["autoregressive", "float32"].acceptance_length == 1

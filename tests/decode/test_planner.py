@@ -13,7 +13,7 @@ from draftwood.decode.acceptance import LEVELS, RANKS, Observation, acceptance_t
 from draftwood.decode.cost import Costs, measure_costs
 from draftwood.decode.optimal_tree import best_tree, expected_tokens
 from draftwood.decode.planner import make_plan
-from draftwood.decode.propose import DynamicTree, Plan, make_proposer
+from draftwood.decode.propose import DynamicTree, JoinedTree, Plan, make_proposer
 from draftwood.decode.propose.adaptive import Adaptation, AdaptiveProposer
 from draftwood.decode.propose.plan import load_plan
 from draftwood.decode.propose.static import StaticProposer
@@ -89,6 +89,25 @@ def test_the_interval_is_that_of_trees_which_other_prompts_chose():
     assert plan.interval == pytest.approx((min(speeds), max(speeds)))
     alone = planner._plan(costs, None, seen[:1], [], 0)
     assert alone.interval == pytest.approx((alone.speedup, alone.speedup))
+
+
+@pytest.mark.parametrize(("kept", "is_joined"), [(4, True), (2, False)])
+def test_lookup_joins_the_planned_tree_where_its_tokens_pay_for_its_nodes(kept, is_joined, tmp_path):
+    costs = Costs(10.0, [(2, 12.0), (6, 16.0), (64, 74.0)], (1.0, 1.0, 0.1))
+    details = {"costs_ms": costs.to_dict(), "speedup_on_other_prompts": 1.5}
+    plan = Plan(dw.Tree.chain(3), 2.5, 15.0, 10.0, (1.2, 1.8), details)
+    seen = [Observation(steps=[(4, kept), (8, kept)])]  # 6 nodes on average, two more than the chain's: 2 ms
+    found = planner._with_lookup(plan, JoinedTree(plan.tree), costs, seen)
+    gain = (kept / 17) / (2.5 / 15)
+    assert found.details["lookup"] == {"nodes": 6, "tokens_per_step": kept, "step_ms": 17, "gain": pytest.approx(gain)}
+    if not is_joined:
+        assert found.tree is plan.tree and found.interval == plan.interval
+        return
+    assert found.speedup == pytest.approx(plan.speedup * gain)
+    assert found.interval == pytest.approx((1.2 * gain, 1.8 * gain))
+    path = planner.Planning({"float32": found}, {"device": "here"}).save(tmp_path)
+    again = load_plan(path, "float32").tree
+    assert again.lookup == found.tree.lookup and again.tree.rows == [[-1, 0, 1, 2]]
 
 
 class Knowing:

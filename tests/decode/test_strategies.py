@@ -6,13 +6,22 @@ import pytest
 import torch
 
 import draftwood as dw
-from draftwood.decode.propose import BeamTree, Lookahead, Lookup, make_proposer, resolve_tree
+from draftwood.decode.propose import BeamTree, DynamicTree, JoinedTree, Lookahead, Lookup, make_proposer, resolve_tree
 from draftwood.decode.propose.adaptive import follow
 from draftwood.decode.propose.lookahead import LookaheadProposer
 from draftwood.decode.propose.plan import Plan
 from draftwood.models.language_draft import LanguageDraft
 
-TREES = ["beam-3x4", "beam-1x3", "lookup", "lookup-4x3", "lookahead", "lookahead-3x3x2"]
+TREES = [
+    "beam-3x4",
+    "beam-1x3",
+    "lookup",
+    "lookup-4x3",
+    "lookahead",
+    "lookahead-3x3x2",
+    "dynamic-8+lookup",
+    "stree+lookup-4x2",
+]
 FAMILIES = ["llama", "mamba2", "bamba", "qwen3_5_text"]
 
 
@@ -58,7 +67,7 @@ def text_rows(target, tree, prompts, roots):
 def paths_of(proposal, row):
     """Token paths from below the root to every leaf, in node order."""
     below, tokens = proposal.tree.children(row), proposal.tokens[row].tolist()
-    leaves = [n for n in range(1, len(tokens)) if not below[n] and proposal.tree.valid[row, n]]
+    leaves = [n for n in range(1, len(tokens)) if not below[n] and proposal.tree.valid[row % proposal.tree.num_rows, n]]
     return [[tokens[n] for n in proposal.tree.path(leaf, row)[1:]] for leaf in leaves]
 
 
@@ -191,10 +200,45 @@ def test_a_beam_tree_is_the_union_of_the_beams_of_every_step(kind, beams, levels
         assert got == beam_by_hand(log_probs, beams, min(levels, limit)) and len(got) == len(tokens) - 1
 
 
+@pytest.mark.parametrize("tree", ["dynamic-8", "chain-3", "beam-2x3"])
+def test_a_joined_tree_is_the_union_of_the_drafts_and_of_lookups_paths(tree, targets, tiny):
+    target, roots = targets("llama"), torch.tensor([7, 9])
+    draft, ids = eagle(target), torch.tensor([[5, 7, 3, 6, 5, 7, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8]])
+    features = target.features(ids)
+    alone, lookup = make_proposer(draft, tree), make_proposer(None, "lookup-4x2")
+    joined = make_proposer(draft, f"{tree}+lookup-4x2")
+    with torch.no_grad():
+        for proposer in (alone, lookup, joined):
+            proposer.start(ids, [8, 8], features, roots)
+        apart, proposal = [alone.propose(9), lookup.propose(9)], joined.propose(9)
+
+    def prefixes(proposal, row):
+        return {tuple(path[: n + 1]) for path in paths_of(proposal, row) for n in range(len(path))}
+
+    assert prefixes(apart[1], 0) >= {(4,), (3,), (4, 5), (3, 6, 5, 7)} and not prefixes(apart[1], 1)
+    for row in (0, 1):
+        nodes = int(proposal.tree.valid[row % proposal.tree.num_rows].sum()) - 1
+        expected = prefixes(apart[0], row) | prefixes(apart[1], row)
+        assert prefixes(proposal, row) == expected and nodes == len(expected), "no path is there twice"
+
+
+def test_a_joined_tree_saves_steps_where_the_text_repeats_itself(targets, tiny):
+    target = targets("llama")
+    draft, ids = eagle(target), tiny.prompt_ids((1, 3), 4)
+    settings = dict(max_new_tokens=120, eos_token_ids=[])
+    plain, joined = (dw.generate(target, draft, ids, tree=tree, **settings) for tree in ("chain-2", "chain-2+lookup"))
+    assert joined.tokens == plain.tokens and joined.steps < 0.7 * plain.steps
+
+
 def test_every_form_is_read_and_a_wrong_one_is_answered_with_all_of_them():
     assert resolve_tree("beam-3x4") == BeamTree(3, 4)
     assert resolve_tree("lookup") == Lookup() and resolve_tree("lookup-6x2") == Lookup(6, 2)
     assert resolve_tree("lookahead-4x3x2") == Lookahead(4, 3, 2)
+    assert resolve_tree("beam-3x4+lookup") == JoinedTree(BeamTree(3, 4), Lookup(5))
+    assert resolve_tree("dynamic-8+lookup-3x2") == JoinedTree(DynamicTree.of_budget(8), Lookup(3, 2))
+    for wrong in ("sampled-3x4+lookup", "lookup+lookup", "beam-3x4+lookup+lookup", "beam-3x4+chain-2"):
+        with pytest.raises(ValueError, match="expected one that is not sampled and"):
+            resolve_tree(wrong)
     with pytest.raises(ValueError, match="no tree 'sampeld-3x4'; did you mean 'sampled-3x4'") as error:
         resolve_tree("sampeld-3x4")
     for form in ("chain-", "stree", "eagle-25", "dynamic-", "beam-", "sampled-", "lookup-", "lookahead-"):
