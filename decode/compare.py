@@ -148,7 +148,7 @@ def compare_drafts(
 ) -> Comparison:
     """Measures `drafts` and both baselines in one run; a journal in `folder` lets an interrupted one go on."""
     with Progress(*_COLUMNS, console=console) as progress:
-        task = progress.add_task(f"{prompts.name}: prompts", total=len(prompts.prompts))
+        task = progress.add_task(f"{prompts.name}: prompts", total=None)  # later turns are counted too
         reports = evaluate_drafts(
             target,
             drafts,
@@ -158,7 +158,7 @@ def compare_drafts(
             temperature=settings.temperature,
             journal=folder / "evaluation.jsonl",
             identity=" ".join(hash_tensors(dict(draft.state_dict())) for draft in drafts.values()),
-            on_prompt=lambda done, _: progress.update(task, completed=done),
+            on_prompt=lambda done, count: progress.update(task, completed=done, total=count),
         )
     return Comparison(reports)
 
