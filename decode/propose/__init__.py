@@ -103,10 +103,11 @@ def resolve_tree(spec: TreeSpec) -> Settings:
 
 def _joined(spec: str) -> JoinedTree:
     parts = spec.split("+")
-    tree, lookup = resolve_tree(parts[0]), resolve_tree(parts[1])
-    if len(parts) > 2 or not isinstance(tree, Tree | DynamicTree | BeamTree) or not isinstance(lookup, Lookup):
-        raise ValueError(f"no tree '{spec}'; expected one that is not sampled and +lookup, as dynamic-16+lookup")
-    return JoinedTree(tree) if parts[1] == "lookup" else JoinedTree(tree, lookup)
+    if len(parts) == 2 and all(parts):
+        tree, lookup = map(resolve_tree, parts)
+        if isinstance(tree, Tree | DynamicTree | BeamTree) and isinstance(lookup, Lookup):
+            return JoinedTree(tree) if parts[1] == "lookup" else JoinedTree(tree, lookup)
+    raise ValueError(f"no tree '{spec}'; expected one that is not sampled and +lookup, as dynamic-16+lookup")
 
 
 def make_proposer(

@@ -236,7 +236,14 @@ def test_every_form_is_read_and_a_wrong_one_is_answered_with_all_of_them():
     assert resolve_tree("lookahead-4x3x2") == Lookahead(4, 3, 2)
     assert resolve_tree("beam-3x4+lookup") == JoinedTree(BeamTree(3, 4), Lookup(5))
     assert resolve_tree("dynamic-8+lookup-3x2") == JoinedTree(DynamicTree.of_budget(8), Lookup(3, 2))
-    for wrong in ("sampled-3x4+lookup", "lookup+lookup", "beam-3x4+lookup+lookup", "beam-3x4+chain-2"):
+    for wrong in (
+        "sampled-3x4+lookup",
+        "lookup+lookup",
+        "beam-3x4+lookup+lookup",
+        "+lookup",
+        "dynamic-16+",
+        "beam-3x4+chain-2",
+    ):
         with pytest.raises(ValueError, match="expected one that is not sampled and"):
             resolve_tree(wrong)
     with pytest.raises(ValueError, match="no tree 'sampeld-3x4'; did you mean 'sampled-3x4'") as error:
