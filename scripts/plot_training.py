@@ -24,8 +24,11 @@ def main(
     figure, axis = pyplot.subplots(figsize=(7, 4))
     before = 0
     for number, path in enumerate([metrics, *(then or [])], 1):
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        decoded = [row for row in rows if row["kind"] == "decode"]
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            decoded = [row for row in rows if row["kind"] == "decode"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise typer.BadParameter(f"{path}: not the metrics.jsonl of a run ({error!r})") from None
         estimated = [row for row in rows if row["kind"] == "validation"]
         if not decoded:
             raise typer.BadParameter(f"{path} has no decodes; set loop.decode_every in the run")
