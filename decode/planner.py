@@ -98,7 +98,7 @@ class Planning:
         caption = f"{self.settings['device']}, batch 1, predicted. {self.warning}".strip()
         table = Table("", *self.plans, title=self.verdict(), caption=caption)
         plans = self.plans.values()
-        table.add_row("tree", *(_name(plan) for plan in plans))
+        table.add_row("tree", *(_name(plan.tree) for plan in plans))
         table.add_row("tokens per step", *(f"{plan.tokens_per_step:.2f}" for plan in plans))
         table.add_row("step, ms", *(f"{plan.step_ms:.1f}" for plan in plans))
         table.add_row("step without drafts, ms", *(f"{plan.autoregressive_ms:.1f}" for plan in plans))
@@ -154,12 +154,13 @@ def make_plan(
         "prompts": len(prompts),
         **common,
     }
-    plans = {}
-    for dtype in models:
-        plan = _plan(costs[dtype], draft, seen, grown, seed)
-        say(f"acceptance with lookup, {dtype}")
-        joined = JoinedTree(plan.tree)  # type: ignore[arg-type]
-        plans[dtype] = _with_lookup(plan, joined, costs[dtype], observe(target, draft, prompts, joined, **common))
+    plans = {dtype: _plan(costs[dtype], draft, seen, grown, seed) for dtype in models}
+    for tree in dict.fromkeys(plan.tree for plan in plans.values()):
+        joined = JoinedTree(tree)  # type: ignore[arg-type]
+        say(f"acceptance with lookup, {_name(tree)}")
+        found = observe(target, draft, prompts, joined, **common)
+        same = [dtype for dtype in models if plans[dtype].tree == tree]
+        plans |= {dtype: _with_lookup(plans[dtype], joined, costs[dtype], found) for dtype in same}
     return Planning(plans, settings)
 
 
@@ -263,11 +264,9 @@ def _held_out(plan: Plan) -> str:
     return f"{plan.details['speedup_on_other_prompts']:.2f} ({plan.interval[0]:.2f} to {plan.interval[1]:.2f})"
 
 
-def _name(plan: Plan) -> str:
-    is_joined = isinstance(plan.tree, JoinedTree)
-    tree = plan.tree.tree if isinstance(plan.tree, JoinedTree) else plan.tree
+def _name(tree: Any) -> str:
+    if isinstance(tree, JoinedTree):
+        return f"{_name(tree.tree)}, and lookup"
     if isinstance(tree, DynamicTree):
-        name = f"dynamic, {tree.budget} nodes, {tree.levels} levels"
-    else:
-        name = f"static, {tree.num_nodes - 1} nodes, {tree.max_depth} levels"  # type: ignore[union-attr]
-    return f"{name}, and lookup" if is_joined else name
+        return f"dynamic, {tree.budget} nodes, {tree.levels} levels"
+    return f"static, {tree.num_nodes - 1} nodes, {tree.max_depth} levels"

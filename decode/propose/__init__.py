@@ -103,6 +103,8 @@ def resolve_tree(spec: TreeSpec) -> Settings:
 
 def _joined(spec: str) -> JoinedTree:
     parts = spec.split("+")
+    if parts[0] == "plan":
+        raise ValueError(f"no tree '{spec}'; a plan brings lookup where that pays: say 'plan'")
     if len(parts) == 2 and all(parts):
         tree, lookup = map(resolve_tree, parts)
         if isinstance(tree, Tree | DynamicTree | BeamTree) and isinstance(lookup, Lookup):

@@ -54,6 +54,19 @@ def test_a_plan_is_saved_loaded_and_followed_without_changing_the_text(model, pr
         load_plan(tmp_path / "elsewhere", "float32")
 
 
+def test_the_lookup_of_a_tree_that_two_dtypes_chose_is_decoded_once(model, prompts_of, monkeypatch):
+    monkeypatch.setattr(planner, "measure_costs", lambda models, *_, **__: dict.fromkeys(models, CHEAP))
+    seen, said = [], []
+    real = planner.observe
+    monkeypatch.setattr(planner, "observe", lambda *args, **rest: seen.append(args[3]) or real(*args, **rest))
+    planning = make_plan({"a": model, "b": model}, prompts_of, max_new_tokens=14, on_progress=said.append)
+    joined = [tree for tree in seen if isinstance(tree, JoinedTree)]
+    chosen = [plan.details["dynamic"] for plan in planning.plans.values()]
+    assert chosen[0] == chosen[1] and planning.plans["a"].to_dict() == planning.plans["b"].to_dict()
+    assert len(joined) == 1 and isinstance(joined[0].tree, DynamicTree)
+    assert said[-1] == f"acceptance with lookup, dynamic, {joined[0].tree.budget} nodes, {joined[0].tree.levels} levels"
+
+
 @pytest.mark.parametrize("plans", ['{"float32": {}}', '{"float32": 3}', '{"float32": {"tree": {"dynamic": 1}}}', "3"])
 def test_a_file_that_is_no_plan_is_named(plans, tmp_path):
     (tmp_path / "plan.json").write_text('{"format": 1, "plans": ' + plans + "}")

@@ -246,6 +246,8 @@ def test_every_form_is_read_and_a_wrong_one_is_answered_with_all_of_them():
     ):
         with pytest.raises(ValueError, match="expected one that is not sampled and"):
             resolve_tree(wrong)
+    with pytest.raises(ValueError, match="a plan brings lookup where that pays"):
+        resolve_tree("plan+lookup")
     with pytest.raises(ValueError, match="no tree 'sampeld-3x4'; did you mean 'sampled-3x4'") as error:
         resolve_tree("sampeld-3x4")
     for form in ("chain-", "stree", "eagle-25", "dynamic-", "beam-", "sampled-", "lookup-", "lookahead-"):
