@@ -212,6 +212,17 @@ class Draft(nn.Module, Generic[State]):
             self._head_rows = (version, weight[self.draft_vocab])
         return self._head_rows[1]
 
+    def take_vocab(self, draft_vocab: Tensor) -> None:
+        """Another draft vocabulary, [Vd] int64: with the target's head a draft has no weights that depend on it.
+
+        Raises:
+            ValueError: the head is the draft's own.
+        """
+        if self.own_head is not None:
+            raise ValueError(f"the head of a draft of kind {self.kind} is its own, trained for its vocabulary alone")
+        self.register_buffer("draft_vocab", draft_vocab.to(self.target.device, torch.int64).sort().values)
+        self._head_rows = None
+
     @property
     def logit_scale(self) -> float:
         """logits = logit_scale * head_input(predicted) @ head_weight.T"""

@@ -147,17 +147,21 @@ def held_out_prompts(config: RunConfig, data_folder: Path) -> PromptSet:
 
 
 def build_draft(config: RunConfig, target: Target, rows: Dataset) -> Draft:
-    """An untrained float32 draft, the same on every process, or the one in `draft.init_from`."""
+    """An untrained float32 draft, the same on every process, or the one in `draft.init_from`.
+
+    The latter keeps its vocabulary where the size asked for is that of its own; another is chosen anew from `rows`.
+    """
+    size = config.draft.draft_vocab_size
     if config.draft.init_from is not None:
         draft = load_draft(config.draft.init_from, target).float().train()
         _check_same_draft(config, draft)
-        draft.detaches = config.align.detach
-        return draft
-    size = config.draft.draft_vocab_size
-    draft_vocab = None if size is None else frequent_tokens(rows, size, target.vocab_size)
-    torch.manual_seed(config.seed)
-    kind, options = _kind(config)
-    draft = kind.from_target(target, draft_vocab=draft_vocab, **options).train()
+        if size is not None and size != len(draft.head_weight):
+            draft.take_vocab(frequent_tokens(rows, size, target.vocab_size))
+    else:
+        draft_vocab = None if size is None else frequent_tokens(rows, size, target.vocab_size)
+        torch.manual_seed(config.seed)
+        kind, options = _kind(config)
+        draft = kind.from_target(target, draft_vocab=draft_vocab, **options).train()
     draft.detaches = config.align.detach
     return draft
 
@@ -170,10 +174,11 @@ def _kind(config: RunConfig) -> tuple[type[Draft], dict[str, Any]]:
 
 def _check_same_draft(config: RunConfig, draft: Draft) -> None:
     """Raises:
-    ValueError: a draft.* setting that the draft of `draft.init_from` was not made with.
+    ValueError: a draft.* setting that the draft of `draft.init_from` was not made with and cannot be changed to.
     """
-    vocab = draft.draft_vocab
-    made = {"kind": draft.kind, **draft.options, "draft_vocab_size": None if vocab is None else len(vocab)}
+    made = {"kind": draft.kind, **draft.options}
+    if draft.own_head is not None or config.draft.draft_vocab_size is None:
+        made["draft_vocab_size"] = None if draft.draft_vocab is None else len(draft.draft_vocab)
     for name, value in made.items():
         asked = getattr(config.draft, name)
         if asked != value and not (name == "taps" and asked is None):

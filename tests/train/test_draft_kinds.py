@@ -72,3 +72,14 @@ def test_an_option_of_another_kind_is_refused(workshop):
         tiny_run.config(workshop, "draft.state_dim=32")
     with pytest.raises(ConfigError, match="draft.norms is not an option of draft.kind eagle3"):
         tiny_run.config(workshop, "draft.kind=eagle3", "draft.norms=none")
+
+
+def test_a_head_of_its_own_is_bound_to_its_vocabulary(workshop, tmp_path):
+    target = dw.load_target(str(workshop / "target"))
+    settings = (f"output={tmp_path}", "draft.kind=eagle3", "loop.max_steps=1", *RUNS["eagle3"])
+    first = distill(tiny_run.config(workshop, "name=first", *settings), target)
+    config = tiny_run.config(workshop, *settings, f"draft.init_from={first}", "draft.draft_vocab_size=48")
+    with pytest.raises(ValueError, match="draft_vocab_size is 48, .* has 40; set draft.draft_vocab_size=40"):
+        distill(config, target)
+    with pytest.raises(ValueError, match="of kind eagle3 is its own"):
+        dw.load_draft(first, target).take_vocab(torch.arange(48))

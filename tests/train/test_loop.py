@@ -291,6 +291,23 @@ def test_a_run_goes_on_from_a_draft(make_config, target):
         torch.testing.assert_close(weights(second)[name], tensor, atol=1e-7, rtol=0)
 
 
+def test_a_run_goes_on_with_a_vocabulary_of_another_size(make_config, workshop, target):
+    first = distill(make_config("name=first", "draft.draft_vocab_size=40"), target)
+    rest = (f"draft.init_from={first}", "loop.max_steps=1", "optimizer.lr=1e-9")
+    config = make_config("name=second", "draft.draft_vocab_size=56", *rest)
+    second = load_draft(distill(config, target), target)
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for row in load_rows(workshop / "data", "train"):
+        counts += torch.bincount(
+            torch.tensor(row["input_ids"])[torch.tensor(row["loss_mask"]) > 0], minlength=len(counts)
+        )
+    frequent = counts.sort(descending=True, stable=True).indices[:56].sort().values
+    assert torch.equal(second.draft_vocab, frequent) and len(load_draft(first, target).draft_vocab) == 40
+    torch.testing.assert_close(second.head_weight, target.head_weight[frequent])
+    with pytest.raises(ValueError, match="draft_vocab_size is None.*set draft.draft_vocab_size=40"):
+        distill(make_config("name=third", *rest), target)
+
+
 def test_bf16_autocast_trains_float32_weights_close_to_float32_losses(make_config, target):
     losses = []
     for precision in ("none", "bf16"):
