@@ -61,16 +61,6 @@ class Certificate:
         return path
 
 
-def hash_files(paths: list[Path]) -> str:
-    """sha256 over the contents, in the order of the names."""
-    digest = sha256()
-    for path in sorted(paths):
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def hash_tensors(tensors: dict[str, Tensor]) -> str:
     """sha256 over names, dtypes, shapes and bytes."""
     digest = sha256()

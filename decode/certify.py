@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftwood.decode.certificate import Certificate, Evidence, hash_files, hash_tensors
+from draftwood.decode.certificate import Certificate, Evidence, hash_tensors
 from draftwood.decode.certify_greedy import certify_greedy
 from draftwood.decode.certify_sampling import certify_sampling
 from draftwood.decode.certify_state import certify_states
@@ -18,7 +18,7 @@ from draftwood.decode.prompts import encode_messages
 from draftwood.decode.propose import Proposer
 from draftwood.decode.tree import Tree
 from draftwood.models import gates
-from draftwood.models.checkpoint import draft_folder
+from draftwood.models.checkpoint import weights_sha256
 
 if TYPE_CHECKING:
     from draftwood.models.target import Target
@@ -115,17 +115,29 @@ def certify(
 
 
 def built_in_prompts(target: "Target", count: int) -> list[Tensor]:
-    """The first of `PROMPTS`, each [1, T] int64; without a tokenizer, tokens spread over the vocabulary."""
+    """The first of `PROMPTS`, each [1, T] int64; without a tokenizer, tokens spread over the vocabulary.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    check_built_in(count)
     if target.tokenizer is None:
         return [gates.probe_ids(target, 5 + 3 * number) for number in range(count)]
     return [encode_messages(target.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS[:count]]
 
 
+def check_built_in(count: int) -> None:
+    """Raises:
+    ValueError: there are not so many built-in prompts.
+    """
+    if count > len(PROMPTS):
+        raise ValueError(f"--num-prompts is {count}; there are {len(PROMPTS)} built-in prompts, --prompts takes others")
+
+
 def _subject(target: "Target", draft: Any, folder: str | Path | None, whole: bool) -> dict[str, Any]:
     """What is certified; `whole` hashes all of the target's weights, not only its head."""
     machine = describe_machine(target)
-    files = [] if folder is None else list(draft_folder(folder).glob("*.safetensors"))
-    digest = hash_files(files) if files else None
+    digest = None if folder is None else weights_sha256(folder)
     if digest is None and isinstance(draft, nn.Module):
         digest = hash_tensors(dict(draft.state_dict()))
     return {

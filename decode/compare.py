@@ -106,6 +106,9 @@ class Comparison:
             f"{settings['max_new_tokens']} new tokens, temperature {settings['temperature']:g}, "
             f"{''.join(f'{text}, ' for text in shared)}{settings['device']}, {settings['threads']} threads"
             + (f"; tokens per second without drafts: {speeds}" if speeds else "")
+            + "".join(
+                f"\nFAULT, {name}: {fault}" for name, one in self.reports.items() for fault in one.acceptance.faults
+            )
         )
 
     def table(self) -> Table:

@@ -24,6 +24,7 @@ from draftwood.decode.evaluate import describe_machine
 from draftwood.decode.optimal_tree import best_tree, expected_tokens
 from draftwood.decode.propose import DynamicTree, JoinedTree
 from draftwood.decode.propose.plan import FILE, FORMAT, Plan
+from draftwood.models.checkpoint import weights_sha256
 from draftwood.models.tree import Tree
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def make_plan(
     temperature: float = 0.0,
     repeats: int = 7,
     seed: int = 0,
+    folder: str | Path | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Planning:
     """Measures costs in every dtype and acceptance in the first, and finds the best tree for each dtype.
@@ -127,6 +129,7 @@ def make_plan(
         temperature: at which acceptance is observed.
         repeats: timed runs of each step.
         seed: of sampling and bootstrap.
+        folder: the draft's, or its name: the plan is bound to the weights there.
 
     Raises:
         ValueError: no step with drafts was observed, because every text ended too soon.
@@ -148,6 +151,7 @@ def make_plan(
     settings = {
         "target": target.name,
         "draft": getattr(draft, "kind", type(draft).__name__),
+        "draft_sha256": None if folder is None else weights_sha256(folder),
         "device": machine["device"],
         "threads": torch.get_num_threads(),
         "versions": machine["versions"],

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,10 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One strategy in one dtype. None: `shares` and acceptance of transformers, `num_identical` where sampled."""
+    """One strategy in one dtype. None: `shares` and acceptance of transformers, `num_identical` where sampled.
+
+    `faults`: what cannot be a result.
+    """
 
     strategy: str
     dtype: str
@@ -45,6 +48,7 @@ class StrategyRow:
     ratio: float
     shares: dict[str, float] | None
     num_identical: int | None
+    faults: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class StrategyTable:
                 f"{_percent(gain.ratio)} ({' to '.join(map(_percent, gain.interval))})"
                 for gain in self.gains
             ),
+            *(f"FAULT, {row.strategy} in {row.dtype}: {fault}" for row in self.rows for fault in row.faults),
         ]
 
 
@@ -148,6 +153,7 @@ def make_table(
                 speeds[strategy, dtype] / speeds[best],
                 _shares(got),
                 sum(a.tokens == b.tokens for a, b in zip(got, own, strict=True)) if temperature == 0 else None,
+                summary.faults if summary is not None and strategy in trees else [],
             )
         )
     baseline = f"{best[0]} in {best[1]}"

@@ -59,11 +59,12 @@ def check_tree(tree: str, temperature: float | None = None) -> None:
 def check_plan(tree: str, draft: Path | None) -> None:
     """Raises:
     FileNotFoundError: the plan that `--tree` names is not there; without a draft there is nothing to plan.
+    ValueError: it is not a plan, or was made for other weights than the draft's are now.
     """
-    from draftwood.decode.propose.plan import find_plan
+    from draftwood.decode.propose.plan import check_weights
 
     if draft is not None and _is_plan(tree):
-        find_plan(draft if tree == "plan" else tree)
+        check_weights(draft if tree == "plan" else tree, draft)
 
 
 def check_draft(draft: Path, target: str) -> None:

@@ -27,7 +27,7 @@ def certify(
     target: Annotated[str, typer.Argument(help="Built-in name, folder or hub id of the target.")],
     draft: Annotated[Path, typer.Argument(help="Folder of a draft.")],
     prompts: Annotated[Path | None, typer.Option(help="JSON Lines with `turns`; default: built-in prompts.")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts to take from the file.")] = 8,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to take from the file.")] = 8,
     tree: Annotated[list[str] | None, typer.Option(help="Trees to check greedily; default: several.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Of a greedy output; default: 48, quickly 16.")] = None,
     rows: Annotated[int | None, typer.Option(help="Sampled continuations; default: 1024, quickly 128.")] = None,
@@ -70,7 +70,7 @@ def plan(
     target: Annotated[str, typer.Argument(help="Built-in name, folder or hub id of the target.")],
     draft: Annotated[Path, typer.Argument(help="Folder of a draft.")],
     prompts: Annotated[Path | None, typer.Option(help="JSON Lines with `turns`; default: built-in prompts.")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts to observe acceptance on.")] = 8,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to observe acceptance on.")] = 8,
     dtypes: Annotated[str | None, typer.Option("--dtype", help="One or more, by commas; default: as saved.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to decode for each prompt.")] = 48,
     temperature: Annotated[float, typer.Option(help="At which acceptance is observed.")] = 0.0,
@@ -82,13 +82,15 @@ def plan(
     """Find the fastest tree for a draft on this machine, or that none is; `--tree plan` then uses it."""
     from rich.console import Console
 
-    from draftwood.decode.certify import built_in_prompts
+    from draftwood.decode.certify import built_in_prompts, check_built_in
     from draftwood.decode.planner import make_plan
     from draftwood.decode.propose.plan import FILE
     from draftwood.models.checkpoint import notes_folder
 
     check_sampling(temperature)
     check_prompts([prompts] if prompts else [], num_prompts)
+    if prompts is None:
+        check_built_in(num_prompts)
     models = {}
     for dtype in dtypes.split(",") if dtypes else [None]:
         loaded = load_models(target, draft, "dynamic", dtype, device)
@@ -106,6 +108,7 @@ def plan(
             temperature=temperature,
             repeats=repeats,
             seed=seed,
+            folder=draft,
             on_progress=status.update,
         )
     Console().print(planning.table())

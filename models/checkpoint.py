@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,17 @@ def draft_folder(path: str | Path) -> Path:
     shipped = shipped_path(str(path))
     has_own = (Path(path) / _DESCRIPTION).is_file()
     return shipped if not has_own and (shipped / _DESCRIPTION).is_file() else Path(path)
+
+
+def weights_sha256(draft: str | Path) -> str | None:
+    """sha256 of the weights of `draft_folder(draft)`, by the names of the files; None where there are none."""
+    files = sorted(draft_folder(draft).glob("*.safetensors"))
+    digest = sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest() if files else None
 
 
 def notes_folder(draft: str | Path) -> Path:

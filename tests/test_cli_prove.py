@@ -10,6 +10,7 @@ import torch
 import draftwood as dw
 from draftwood import cli
 from draftwood.decode import generate as loop
+from draftwood.decode import stats
 from draftwood.models.checkpoint import save_draft
 
 
@@ -57,6 +58,10 @@ def test_a_plan_lies_beside_the_draft_and_generate_takes_it(folders, run):
     code, _, err = run(*ask, "--draft", folders / "two", "--tree", "plan")
     assert code == 2 and "draftwood plan" in err and "Loading" not in err
     assert "no draft" in run(*ask, "--tree", "plan")[2]
+    code, _, err = run(*ask, "--draft", folders / "two", "--tree", folders / "one" / "plan.json")
+    assert code == 2 and "a plan for other weights than those of" in err and "Loading" not in err
+    code, _, err = run("plan", folders / "target", folders / "one", "--num-prompts", "9")
+    assert code == 2 and "there are 8 built-in prompts" in err and "Loading" not in err
 
 
 def test_compare_gives_the_paired_difference(folders, run, tmp_path):
@@ -72,3 +77,13 @@ def test_compare_gives_the_paired_difference(folders, run, tmp_path):
     model = ["compare", folders / "target", folders / "one", f"model:{folders / 'target'}", *both[2:]]
     code, out, _ = run(*model, "--tree", "chain-2", "--max-new-tokens", "6")
     assert code == 0 and "model:" in out
+
+
+def test_a_comparison_calls_a_draft_of_which_nothing_is_kept_a_fault(folders, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(stats, "FAULT_FORWARDS", 3)
+    (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n{"turns": ["bcd"]}\n')
+    rest = ["--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out", "--tree", "chain-1", "--max-new-tokens", "12"]
+    code, out, _ = run("compare", folders / "target", folders / "one", folders / "two", *rest)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    lengths = [one["acceptance"]["acceptance_length"] for one in report["reports"].values()]
+    assert code == 0 and out.count("FAULT") == lengths.count(1.0) and 1.0 in lengths

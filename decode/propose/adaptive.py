@@ -1,4 +1,4 @@
-"""Drafting as long as it pays: a strategy that stops while it loses, and tries again now and then."""
+"""Drafting as long as it pays, and as deep: a strategy that stops while it loses, and tries again now and then."""
 
 import logging
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwood.decode.propose.base import DraftProposer, LogitsReader, Proposal, Proposer, root_proposal
+from draftwood.decode.propose.dynamic import DynamicProposer
 from draftwood.decode.propose.joined import JoinedProposer
 from draftwood.decode.propose.plan import Plan
 from draftwood.models.transfer import send
@@ -31,10 +32,12 @@ def _say_once(text: str) -> None:
 @dataclass(frozen=True)
 class Adaptation:
     """Attributes:
-    window: steps that the running mean of tokens per step forgets in.
-    margin: how far below break-even it must fall for drafting to stop, and rise above it to go on after a try.
+    window: steps that the running mean of tokens per step forgets in, and between changes of the depth.
+    margin: how far below break-even it must fall for drafting to stop, and rise above it to go on after a try; also
+        of the depth.
     shortest_pause, longest_pause: steps without drafts before a try; each that fails doubles the pause.
     trial: steps of a try.
+    deepest: bound on the levels of a dynamic tree.
     """
 
     window: int = 16
@@ -42,6 +45,52 @@ class Adaptation:
     shortest_pause: int = 16
     longest_pause: int = 256
     trial: int = 4
+    deepest: int = 8
+
+
+class Depth:
+    """The levels of a dynamic tree, one more or one fewer as acceptance drifts.
+
+    A level costs a forward of the draft and brings as many tokens as the share of steps that keep a node of it. It pays
+    while these come at less than a token costs now. The share of the next level is that of the last one, falling on as
+    it fell there.
+    """
+
+    def __init__(self, proposer: DynamicProposer, plan: Plan, level_ms: float, settings: Adaptation):
+        self.proposer, self.settings = proposer, settings
+        self.planned, self.step_ms, self.level_ms = proposer.settings.levels, plan.step_ms, level_ms
+
+    def start(self) -> None:
+        self.proposer.levels = self.planned
+        self.shares = [1.0] + [0.0] * max(self.planned, self.settings.deepest)
+        self.steps = 0
+
+    def observe(self, kept: list[int], mean: float) -> None:
+        """One step kept so many nodes in each row, the root among them; `mean` is that of tokens per step by now."""
+        self.steps += 1
+        levels = self.proposer.levels
+        weight = 1 / min(self.steps, 2 * self.settings.window)
+        for level in range(1, levels + 1):
+            share = sum(count > level for count in kept) / len(kept)
+            self.shares[level] += weight * (share - self.shares[level])
+        if self.steps % self.settings.window:
+            return
+        token_ms = (self.step_ms + (levels - self.planned) * self.level_ms) / mean
+        above, last = self.shares[levels - 1], self.shares[levels]
+        following = last * last / above if above else 0.0
+        if last * token_ms < self.level_ms * (1 - self.settings.margin):
+            self.proposer.levels = max(1, levels - 1)
+        elif levels < self.settings.deepest and following * token_ms > self.level_ms * (1 + self.settings.margin):
+            self.proposer.levels = levels + 1
+            self.shares[levels + 1] = following
+
+
+def _depth_of(inner: Proposer, plan: Plan, settings: Adaptation) -> Depth | None:
+    """That of the dynamic tree in `inner`, where there is one and the plan knows what a level costs."""
+    proposer = inner.inner if isinstance(inner, JoinedProposer) else inner
+    if not isinstance(proposer, DynamicProposer) or plan.level_ms is None:
+        return None
+    return Depth(proposer, plan, plan.level_ms, settings)
 
 
 class AdaptiveProposer:
@@ -49,6 +98,7 @@ class AdaptiveProposer:
 
     A tree pays when tokens per step exceed break-even, step_ms / autoregressive_ms. The running mean starts at what the
     plan predicts. A draft that is idle is told nothing; what it missed it reads in one pass before it drafts again.
+    A dynamic tree becomes deeper or flatter with what its last level brings.
     """
 
     def __init__(self, inner: Proposer, plan: Plan, settings: Adaptation | None = None):
@@ -58,6 +108,7 @@ class AdaptiveProposer:
         self.predicted = plan.tokens_per_step
         self.settings = settings or Adaptation()
         self.is_deferring = isinstance(inner, DraftProposer | JoinedProposer)
+        self.depth = _depth_of(inner, plan, self.settings)
 
     def start(self, input_ids: Tensor, lengths: list[int], features: Tensor, roots: Tensor) -> None:
         self.inner.start(input_ids, lengths, features, roots)
@@ -66,6 +117,8 @@ class AdaptiveProposer:
         self.pause, self.idle_left, self.trial_left = self.settings.shortest_pause, 0, 0
         self.missed: list[tuple[Tensor, Tensor, list[list[int]]]] = []
         self.is_counted = False
+        if self.depth is not None:
+            self.depth.start()
 
     @property
     def is_idle(self) -> bool:
@@ -100,6 +153,8 @@ class AdaptiveProposer:
             kept = [len(path) for path in paths if path]
             if kept:
                 self._judge(sum(kept) / len(kept))
+                if self.depth is not None:
+                    self.depth.observe(kept, self.mean)
 
     def _judge(self, tokens: float) -> None:
         """One step with drafts kept so many tokens, the mean over its rows."""

@@ -69,14 +69,19 @@ def rerank(parents: Tensor, scores: Tensor, budget: int, levels: int) -> tuple[T
 
 
 class DynamicProposer(DraftProposer):
-    """Grows a tree per row, one draft forward per level below the first, all on the draft's device."""
+    """Grows a tree per row, one draft forward per level below the first, all on the draft's device.
+
+    Attributes:
+        levels: those of the settings; may be changed between steps.
+    """
 
     def __init__(self, draft: "Drafter", settings: DynamicTree | None = None):
         super().__init__(draft)
         self.settings = settings or DynamicTree()
+        self.levels = self.settings.levels
 
     def propose(self, max_depth: int) -> Proposal:
-        levels = self.bounded(min(self.settings.levels, max_depth))
+        levels = self.bounded(min(self.levels, max_depth))
         if levels < 1:
             return root_proposal(self.roots)
         frontier = Frontier(self.draft, self.state, self.head_row)

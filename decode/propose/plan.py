@@ -9,7 +9,7 @@ from typing import Any
 from draftwood.decode.propose.dynamic import DynamicTree
 from draftwood.decode.propose.joined import JoinedTree
 from draftwood.decode.propose.lookup import Lookup
-from draftwood.models.checkpoint import draft_folder, notes_folder
+from draftwood.models.checkpoint import draft_folder, notes_folder, weights_sha256
 from draftwood.models.tree import Tree
 
 FORMAT = 1
@@ -44,6 +44,12 @@ class Plan:
     @property
     def is_worthwhile(self) -> bool:
         return self.speedup > 1
+
+    @property
+    def level_ms(self) -> float | None:
+        """Of drafting one more level of a dynamic tree, where that was measured."""
+        dynamic = self.details.get("costs_ms", {}).get("dynamic")
+        return dynamic[1] if dynamic else None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -97,14 +103,33 @@ def load_plan(path: str | Path, dtype: str) -> Plan:
     return _plan(path, plans[dtype])
 
 
+def check_weights(path: str | Path, draft: str | Path) -> None:
+    """That a plan was made for the draft's weights as they are now; one that does not say for which passes.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a plan, or one of other weights.
+    """
+    path = find_plan(path)
+    try:
+        made_for = json.loads(path.read_text(encoding="utf-8")).get("settings", {}).get("draft_sha256")
+    except (AttributeError, ValueError) as error:
+        raise _not_a_plan(path, error) from None
+    if made_for is not None and made_for != weights_sha256(draft):
+        raise ValueError(f"{path}: a plan for other weights than those of {draft}; make it anew with `draftwood plan`")
+
+
 def plans_of(draft: str | Path, dtypes: Sequence[str]) -> dict[str, Plan]:
     """The plans of a draft, by its folder or name, for those of `dtypes` that there are plans for.
 
     Raises:
-        ValueError: the draft's file is not a plan.
+        ValueError: the draft's file is not a plan, or one of other weights.
     """
     path = plan_file(draft)
-    plans = _read(path)[2] if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    check_weights(path, draft)
+    plans = _read(path)[2]
     return {dtype: _plan(path, plans[dtype]) for dtype in dtypes if dtype in plans}
 
 

@@ -14,7 +14,7 @@ from draftwood.decode.prompts import Prompt, PromptSet
 from draftwood.decode.propose import resolve_tree
 from draftwood.decode.propose.plan import Plan
 from draftwood.decode.report import TRANSFORMERS
-from draftwood.decode.stats import ForwardStats, RowStats
+from draftwood.decode.stats import FAULT_FORWARDS, ForwardStats, RowStats
 from draftwood.decode.strategy_table import is_chain, make_table
 from draftwood.models.language_draft import LanguageDraft
 from draftwood.models.medusa import MedusaDraft
@@ -98,6 +98,23 @@ def test_differing_prompts_shares_speeds_and_gains_are_counted_right():
     # Of the four resamples of two prompts: (3 + 2 + 3) / 3 over 4 / 2, and each prompt twice.
     assert table.gains[0].interval == pytest.approx((5 / 2 / 2, 3 / 2)) and table.gains[1].interval == (0.5, 0.5)
     assert "stree over chain-4, +33.3 % (+25.0 % to +50.0 %)" in table.notes()[1] and "-50.0 %" in table.notes()[2]
+
+
+def test_a_draft_of_which_nothing_is_kept_is_called_a_fault_below_the_table():
+    def outcome(accepted):
+        return Outcome([1, 2], 1.0, RowStats([ForwardStats(1 + accepted, accepted, 4, True)] * FAULT_FORWARDS), {})
+
+    outcomes = {
+        (TRANSFORMERS, "f"): [Outcome([1, 2], 1.0, RowStats([]), {})],
+        ("autoregressive", "f"): [Outcome([1, 2], 1.0, RowStats([ForwardStats(1, 0, 0, False)] * 99), {})],
+        ("chain-4", "f"): [outcome(0)],
+        ("stree", "f"): [outcome(1)],
+        ("lookup", "f"): [outcome(0)],  # finds nothing to keep in some texts
+    }
+    trees = {name: resolve_tree(name) for name in ("chain-4", "stree")}
+    table = make_table(replace(PROMPTS, prompts=PROMPTS.prompts[:1]), 0.0, outcomes, trees, seed=0)
+    faults = [note for note in table.notes() if note.startswith("FAULT")]
+    assert len(faults) == 1 and "chain-4 in f: acceptance length is exactly 1.00" in faults[0]
 
 
 def test_an_interrupted_run_goes_on_and_other_settings_start_over(twin, tmp_path):

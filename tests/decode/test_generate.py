@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import tiny as tiny_models
 import torch
 
 import draftwood as dw
@@ -52,6 +53,14 @@ def test_with_an_untrained_draft_the_output_is_that_of_transformers(family, tree
     draft = dw.EagleDraft.from_target(targets(family)).eval()
     for row, want in zip(*prompts(family, 4), strict=True):
         assert dw.generate(targets(family), draft, row, max_new_tokens=24, tree=tree).tokens == [want]
+
+
+@pytest.mark.parametrize("family", sorted(set(tiny_models.FAMILIES) - set(FAMILIES)))
+def test_every_other_family_decodes_as_transformers_does_with_a_tree(family, targets, prompts):
+    torch.manual_seed(0)
+    draft = dw.EagleDraft.from_target(targets(family)).eval()
+    for row, want in zip(*prompts(family, 2), strict=True):
+        assert dw.generate(targets(family), draft, row, max_new_tokens=24, tree=SMALL).tokens == [want]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

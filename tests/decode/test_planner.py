@@ -4,6 +4,7 @@ import json
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,8 @@ from draftwood.decode.cost import Costs, measure_costs
 from draftwood.decode.optimal_tree import best_tree, expected_tokens
 from draftwood.decode.planner import make_plan
 from draftwood.decode.propose import DynamicTree, JoinedTree, Plan, make_proposer
-from draftwood.decode.propose.adaptive import Adaptation, AdaptiveProposer
+from draftwood.decode.propose.adaptive import Adaptation, AdaptiveProposer, Depth
+from draftwood.decode.propose.dynamic import DynamicProposer
 from draftwood.decode.propose.plan import load_plan
 from draftwood.decode.propose.static import StaticProposer
 
@@ -272,3 +274,44 @@ def test_an_adaptive_draft_past_its_length_is_stopped_as_any_other(model, tiny):
     assert out.tokens[0] == tiny.greedy(target.model, ids, 20)
     assert make_proposer(draft, replace(PLAN, tree=DynamicTree(levels=2, budget=4))).inner.settings.budget == 4
     assert make_proposer(None, PLAN) is None
+
+
+GROWN = replace(
+    PLAN,
+    tree=DynamicTree(levels=3, budget=8),
+    step_ms=100.0,
+    autoregressive_ms=70.0,
+    details={"costs_ms": {"dynamic": [1.0, 6.0]}},
+)
+
+
+@pytest.mark.parametrize("alpha", [0.02, 0.3, 0.6, 0.8, 0.95])
+def test_a_dynamic_tree_becomes_as_deep_as_is_fastest_for_its_acceptance(alpha, model):
+    proposer = DynamicProposer(model[1], GROWN.tree)
+    depth = Depth(proposer, GROWN, GROWN.level_ms, Adaptation())
+    depth.start()
+    draw = np.random.default_rng(0)
+
+    def speed(levels):
+        return sum(alpha**level for level in range(levels + 1)) / (GROWN.step_ms + (levels - 3) * GROWN.level_ms)
+
+    seen = []
+    for _ in range(800):
+        right = int(draw.geometric(1 - alpha)) - 1
+        mean = sum(alpha**level for level in range(proposer.levels + 1))
+        depth.observe([1 + min(right, proposer.levels)], mean)
+        seen.append(proposer.levels)
+    reached = np.mean([speed(levels) for levels in seen[400:]])
+    assert reached > 0.98 * max(map(speed, range(1, 9)))
+    depth.start()
+    assert proposer.levels == 3
+
+
+def test_a_plan_changes_the_depth_of_its_tree_and_not_the_text(model, prompts_of, tiny):
+    target, draft = model
+    want = tiny.greedy(target.model, prompts_of[0], 80)
+    for tree, inner in ((GROWN.tree, lambda p: p.inner), (JoinedTree(GROWN.tree), lambda p: p.inner.inner)):
+        proposer = make_proposer(draft, replace(GROWN, tree=tree, step_ms=40.0, autoregressive_ms=70.0))
+        out = dw.generate(target, proposer, prompts_of[0], max_new_tokens=80, eos_token_ids=[])
+        assert out.tokens[0][: len(want)] == want
+        assert inner(proposer).levels < 3  # an untrained draft is hardly ever right
