@@ -136,7 +136,8 @@ class LoopConfig(Section):
     batch_size: int = Field(2, ge=1)  # rows per process and micro-step
     gradient_accumulation: int = Field(1, ge=1)
     mixed_precision: Literal["none", "bf16"] = "bf16"
-    # rows of logits held at a time, target and align steps together; None: fewer the larger the vocabulary
+    # rows of logits held at a time, target and align steps together (eagle3, with a head of its own: in each tensor of
+    # them); None: fewer the larger the vocabulary
     rows_per_chunk: int | None = Field(None, ge=1)
     compile: bool = False  # passes over logits and the draft's layers through torch.compile; needs a C++ compiler
     log_every: int = Field(10, ge=1)
@@ -202,6 +203,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"align.steps is {steps}, but medusa has {heads} heads, of which an align step trains one; set "
                 f"align.steps={heads} or draft.num_heads={steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_feature_loss_without_features(self) -> "RunConfig":
+        weight = max(stage.align.feature_weight for stage in self.stage_configs())
+        if self.draft.kind == "eagle3" and weight:
+            raise ValueError(
+                f"align.feature_weight is {weight:g}, but an eagle3 draft predicts no features; set "
+                "align.feature_weight=0"
             )
         return self
 

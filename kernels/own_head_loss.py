@@ -1,15 +1,15 @@
 """The distillation loss of a draft whose head is its own and is trained (EAGLE-3, arXiv 2503.01840).
 
 The terms are those of `distill_loss` without the feature term: there, both sides share one frozen head and the gradient
-has a closed form; here the head takes part. Logits are held for one chunk of rows at a time, and made again in the
-backward pass.
+has a closed form; here the head takes part. Logits are held for one chunk of rows and one align step at a time: the
+forward pass differentiates each as it comes, so that only gradients, as large as what they are of, wait for backward.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from draftwood.kernels.distill_loss import (
     DistillHead,
@@ -38,7 +38,9 @@ def own_head_loss(
         outputs: what the draft's head reads, of align steps 1..J at the supervised rows, each [R, D]; R may be 0.
         weight: [Vd, D], the draft's head. Products are in the dtype of the target's head.
         features: [R, D] the target's features that the rows predict; no gradient.
-        head, num_rows, statistics, rows_per_chunk: as in `distill_loss`.
+        head, num_rows, statistics: as in `distill_loss`.
+        rows_per_chunk: rows of a tensor of logits, of which the target's and one align step's are held together. None:
+            `chunk_rows` of the target's vocabulary.
 
     Raises:
         ValueError: a weight on the feature term.
@@ -51,26 +53,44 @@ def own_head_loss(
     rows_per_chunk = rows_per_chunk or chunk_rows(len(head.weight))
     if statistics is None:
         statistics = teacher_statistics(features, head, rows_per_chunk)
-    total = weight.new_zeros((), dtype=wide(head.weight.dtype))
-    parts = torch.zeros(len(outputs), 4, dtype=total.dtype, device=features.device)
-    ranks = torch.empty(len(outputs), len(features), dtype=torch.int64, device=features.device)
-    # so that no rows at all still have a gradient, of zero, for processes that wait for one of every parameter
-    total = total + (weight.sum() + sum(y.sum() for y in outputs)) * 0
-    with torch.autocast(features.device.type, enabled=False):
-        for start in range(0, len(features), rows_per_chunk):
-            part = slice(start, start + rows_per_chunk)
-            chunk = TeacherStatistics(*(s[part] for s in statistics))
-            ids, probs, restricted, sayable, argmax = _teacher(features[part], head, weights, chunk)
-            for j, y in enumerate(outputs):
-                teacher = (ids, probs, restricted, sayable, argmax)
-                ce, topk, accepted, rank = checkpoint(
-                    _step, y[part], weight.to(head.weight.dtype), weights, *teacher, use_reentrant=False
-                )
-                terms = weights.ce * ce + weights.topk * topk + weights.acceptance * accepted
-                total = total + weights.of_step(j) * terms
-                parts[j] += torch.stack([torch.zeros_like(ce), ce, topk, accepted]).detach()
-                ranks[j, part] = rank
-    return DistillOutput(total / num_rows, parts, ranks)
+    with_grad = torch.is_grad_enabled()  # which it never is inside `forward`
+    options = (features, head, weights, num_rows, statistics, rows_per_chunk, with_grad)
+    return DistillOutput(*_OwnHeadLoss.apply(options, weight, *outputs))
+
+
+class _OwnHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: tuple, weight: Tensor, *outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features, head, weights, num_rows, statistics, rows_per_chunk, with_grad = options
+        total = weight.new_zeros((), dtype=wide(head.weight.dtype))
+        parts = torch.zeros(len(outputs), 4, dtype=total.dtype, device=features.device)
+        ranks = torch.empty(len(outputs), len(features), dtype=torch.int64, device=features.device)
+        # zero where there are no rows, as other processes wait for them; sums, so in the dtype of what they are of
+        grads = [torch.zeros_like(x) for x in (weight, *outputs)] if with_grad else []
+        cast = weight.detach().to(head.weight.dtype).requires_grad_(with_grad)
+        with torch.autocast(features.device.type, enabled=False):
+            for start in range(0, len(features), rows_per_chunk):
+                part = slice(start, start + rows_per_chunk)
+                chunk = TeacherStatistics(*(s[part] for s in statistics))
+                teacher = _teacher(features[part], head, weights, chunk)
+                for j, y in enumerate(outputs):
+                    read = y[part].detach().requires_grad_(with_grad)
+                    with torch.set_grad_enabled(with_grad):
+                        ce, topk, accepted, ranks[j, part] = _step(read, cast, weights, *teacher)
+                        terms = weights.ce * ce + weights.topk * topk + weights.acceptance * accepted
+                        loss = weights.of_step(j) * terms
+                        if with_grad:
+                            of_head, grads[j + 1][part] = torch.autograd.grad(loss / num_rows, (cast, read))
+                            grads[0].add_(of_head)
+                    total += loss.detach()
+                    parts[j] += torch.stack([torch.zeros_like(ce), ce, topk, accepted]).detach()
+        ctx.grads = grads
+        ctx.mark_non_differentiable(parts, ranks)
+        return total / num_rows, parts, ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grad * grad_loss.to(grad.dtype) for grad in ctx.grads)
 
 
 @torch.no_grad()

@@ -63,18 +63,37 @@ class RowSizes:
         return cls(np.array(lengths, np.int64), np.array(supervised, np.int64), digest.hexdigest())
 
 
+def check_draft_vocab_size(size: int, vocab_size: int) -> None:
+    """Raises:
+    ValueError: `size` is not below `vocab_size`.
+    """
+    if size >= vocab_size:
+        raise ValueError(f"draft.draft_vocab_size is {size}, the target has {vocab_size} tokens; leave it out for all")
+
+
 def frequent_tokens(rows: Rows, size: int, vocab_size: int) -> Tensor:
     """The `size` tokens most often seen in replies, [size] int64 ascending: a reduced draft vocabulary.
 
     Raises:
-        ValueError: `size` is not below `vocab_size`.
+        ValueError: as `check_draft_vocab_size`.
     """
-    if size >= vocab_size:
-        raise ValueError(f"draft.draft_vocab_size is {size}, the target has {vocab_size} tokens; leave it out for all")
+    check_draft_vocab_size(size, vocab_size)
+    counts = _reply_counts(rows, vocab_size)
+    return torch.sort(-counts, stable=True).indices[:size].sort().values
+
+
+def vocab_coverage(rows: Rows, draft_vocab: Tensor, vocab_size: int) -> float:
+    """The share of the reply tokens of `rows` that are in `draft_vocab` [Vd] int64, from 0 to 1."""
+    counts = _reply_counts(rows, vocab_size)
+    return int(counts[draft_vocab.cpu()].sum()) / max(1, int(counts.sum()))
+
+
+def _reply_counts(rows: Rows, vocab_size: int) -> Tensor:
+    """How often each token is in a reply, [V] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for ids, mask in each_row(rows):
         counts += torch.bincount(ids[mask], minlength=vocab_size)
-    return torch.sort(-counts, stable=True).indices[:size].sort().values
+    return counts
 
 
 def global_batches(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[list[int]]:

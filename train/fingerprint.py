@@ -1,11 +1,8 @@
-"""What prepared rows depend on, as digests, and whether they fit a target."""
+"""What prepared rows depend on, as digests, and whether they fit a target's vocabulary."""
 
 import hashlib
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
-from draftwood.models.fingerprint import tokenizer_settings
 from draftwood.train.report import RowAccount
 
 
@@ -18,24 +15,15 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_tokenizer(
-    out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
-) -> RowAccount:
-    """The account of prepared rows, if they fit the target they are to be used with.
+def check_token_ids(data_folder: Path, vocab_size: int) -> None:
+    """That prepared rows hold no token which the target has no embedding for: a tokenizer may know more than a model.
 
     Raises:
-        ValueError: they were prepared with another tokenizer or chat template, or hold ids outside the vocabulary.
+        ValueError: the largest id of the rows is not below `vocab_size`.
     """
-    account = RowAccount.load(Path(out_dir))
-    for key, value in tokenizer_settings(tokenizer).items():
-        if account.settings[key] != value:
-            what = {"tokenizer_sha256": "tokenizer", "template_sha256": "chat template"}[key]
-            raise ValueError(
-                f"the rows in {out_dir} were prepared with another {what} than that of {tokenizer.name_or_path!r}: "
-                "prepare them again with this target's tokenizer"
-            )
-    if vocab_size is not None and account.max_token_id >= vocab_size:
+    largest = RowAccount.load(data_folder).max_token_id
+    if largest >= vocab_size:
         raise ValueError(
-            f"the rows in {out_dir} hold token {account.max_token_id}, but the target's vocabulary has {vocab_size}"
+            f"the rows in {data_folder} hold token {largest}, but the target's vocabulary has {vocab_size}: its "
+            "tokenizer has tokens that the model was not made for; take the tokenizer that belongs to it"
         )
-    return account

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from torch import distributed
+
 from draftwood.configs.load import load_config
 from draftwood.train.loop import Stopped, distill
 from draftwood.train.summary import dry_run
@@ -31,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         if is_first:
             print(best)
+    finally:
+        if distributed.is_initialized():  # else a process that still listens to one that has gone may abort
+            distributed.destroy_process_group()
 
 
 def run() -> None:

@@ -199,7 +199,7 @@ def _validate_and_keep_best(run: Run, position: Position) -> None:
         position.best = metrics.acceptance_length
         weights = sharding.whole_weights(run.module.draft)
         if run.accelerator.is_main_process:
-            facts = provenance(run.config, step=position.step, validation=metrics.to_dict())
+            facts = provenance(run.config, step=position.step, validation=metrics.to_dict(), **run.data_facts)
             run.checkpoints.save_best(run.module.draft, weights, facts)
 
 
@@ -245,7 +245,7 @@ def _save(run: Run, position: Position, meter: Meter) -> Path:
             "random": random_state(),
             "meter": sums,
         }
-        facts = provenance(run.config, step=position.step)
+        facts = provenance(run.config, step=position.step, **run.data_facts)
         run.checkpoints.save(position.step, run.module.draft, weights, facts, state)
     run.accelerator.wait_for_everyone()
     latest = run.checkpoints.latest()

@@ -138,6 +138,7 @@ def compare_recipes(
         resolve_tree(tree)
     if unknown := [name for name in recipes if name not in RECIPES]:
         raise ValueError(f"no recipe {', '.join(unknown)}; known: {', '.join(RECIPES)}")
+    setup.check_machine(config)
     console = console or Console(stderr=True)
     folder = Path(config.output) / f"{config.name}-recipes"
     data_folder = setup.prepare_rows(config, None if target is None else target.tokenizer)

@@ -11,9 +11,11 @@ from torch import nn
 
 from draftwood.configs.schema import RunConfig
 from draftwood.kernels.distill_loss import DistillHead
+from draftwood.models.draft_base import Draft
 from draftwood.models.fingerprint import fingerprint
 from draftwood.models.target import Target
 from draftwood.train import setup
+from draftwood.train.batches import vocab_coverage
 from draftwood.train.checkpoints import Checkpoints
 from draftwood.train.losses import Distillation
 from draftwood.train.metrics import Meter
@@ -24,7 +26,11 @@ from draftwood.train.tracking import MetricsLog
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run, and its `identity`: what a checkpoint must agree with to go on from it."""
+    """The parts of a run, and its `identity`: what a checkpoint must agree with to go on from it.
+
+    `data_facts` are for the provenance of its drafts: the digest of the training rows, and of a reduced draft
+    vocabulary its size and the share of their reply tokens that are in it.
+    """
 
     config: RunConfig
     folder: Path
@@ -41,6 +47,7 @@ class Run:
     measured: RunConfig  # the settings that validation measures by
     global_batch_size: int
     identity: dict[str, Any] = field(default_factory=dict)
+    data_facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def total_steps(self) -> int:
@@ -57,8 +64,9 @@ def set_up(config: RunConfig, target: Target | None, console: Console) -> Run:
         target: already loaded; None loads `config.target`.
 
     Raises:
-        FeatureError, ValueError, ImportError: what does not fit and what to do about it.
+        FeatureError, FileNotFoundError, ValueError, ImportError: what does not fit and what to do about it.
     """
+    setup.check_machine(config)
     folder = Path(config.output) / config.name
     # Before the process group: the first process to take the lock prepares, the others wait without a timeout.
     data_folder = setup.prepare_rows(config, None if target is None else target.tokenizer)
@@ -78,6 +86,7 @@ def set_up_dry(config: RunConfig, target: Target | None, console: Console) -> Ru
 
     Rows that are not prepared yet are prepared in a temporary folder, which takes as long as it will.
     """
+    setup.check_machine(config)
     folder = Path(config.output) / config.name
     with tempfile.TemporaryDirectory() as temporary:
         if not setup.rows_folder(config).exists():
@@ -140,4 +149,13 @@ def assemble(
         measured=measured,
         global_batch_size=global_batch_size,
         identity=identity,
+        data_facts=_data_facts(train, draft),
     )
+
+
+def _data_facts(train: setup.Split, draft: Draft) -> dict[str, Any]:
+    facts: dict[str, Any] = {"rows": train.sizes.digest}
+    if draft.draft_vocab is not None:  # of these rows also where it was chosen from others, with `draft.init_from`
+        coverage = vocab_coverage(train.rows, draft.draft_vocab, draft.target.vocab_size)
+        facts["draft_vocab"] = {"size": len(draft.draft_vocab), "coverage": coverage}
+    return facts

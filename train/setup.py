@@ -22,9 +22,10 @@ from draftwood.models.checkpoint import load_draft
 from draftwood.models.draft_base import Draft
 from draftwood.models.draft_kinds import KINDS
 from draftwood.models.target import Target, load_target, load_tokenizer
-from draftwood.train.batches import RowSizes, each_row, frequent_tokens
+from draftwood.train.batches import RowSizes, check_draft_vocab_size, each_row, frequent_tokens
 from draftwood.train.compiled import check_compiler
 from draftwood.train.features import FeatureCache, FeatureError, FeatureSource, open_cache
+from draftwood.train.fingerprint import check_token_ids
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.sharding import is_sharded
 from draftwood.train.tracking import check_tracker
@@ -80,21 +81,34 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = 
     return folder
 
 
-def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
-    """Joins the process group that `accelerate launch` or torchrun set up, if any.
+def check_machine(config: RunConfig) -> None:
+    """That what the run asks for is here, before anything is prepared, which may take long.
 
     Raises:
-        ValueError: a strategy other than DDP and FSDP, other settings of FSDP than the draft's, or `loop.compile`
-            without a compiler.
+        ValueError: a device that is not there, or `loop.compile` without a compiler.
         ImportError: a tracker that is not installed.
     """
-    tracker = config.loop.tracker
-    check_tracker(tracker)
+    check_tracker(config.loop.tracker)
     if config.target.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("target.device is cuda, but no GPU is visible to torch; use auto or cpu")
+    if config.loop.compile:
+        check_compiler(torch.device("cpu" if _is_on_cpu(config) else "cuda"))
+
+
+def _is_on_cpu(config: RunConfig) -> bool:
+    return config.target.device == "cpu" or not torch.cuda.is_available()
+
+
+def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
+    """Joins the process group that `accelerate launch` or torchrun set up, if any; after `check_machine`.
+
+    Raises:
+        ValueError: a strategy other than DDP and FSDP, or other settings of FSDP than the draft's.
+    """
+    tracker = config.loop.tracker
     is_sharded()  # which checks its settings, before accelerate reads them
     accelerator = Accelerator(
-        cpu=config.target.device == "cpu" or not torch.cuda.is_available(),
+        cpu=_is_on_cpu(config),
         log_with=None if tracker == "none" else tracker,
         project_dir=run_folder,
         # Accumulation and autocast are the loop's own, whatever the launcher's configuration says of them.
@@ -110,8 +124,6 @@ def start_processes(config: RunConfig, run_folder: Path) -> Accelerator:
             f"a draft is trained data-parallel; {accelerator.distributed_type} is not supported, "
             "use an accelerate configuration with MULTI_GPU, MULTI_CPU or FSDP"
         )
-    if config.loop.compile:
-        check_compiler(accelerator.device)
     return accelerator
 
 
@@ -164,6 +176,22 @@ def build_draft(config: RunConfig, target: Target, rows: Dataset) -> Draft:
         draft = kind.from_target(target, draft_vocab=draft_vocab, **options).train()
     draft.detaches = config.align.detach
     return draft
+
+
+def check_draft(config: RunConfig, target: Target) -> None:
+    """That the draft of `build_draft` can be made, as far as that does not depend on the rows.
+
+    A draft in `draft.init_from` is loaded for it, and left again; loading taps the target where it reads hidden states.
+
+    Raises:
+        FileNotFoundError, ValueError: a `draft.draft_vocab_size` that the target is too small for, or a draft that is
+            not there, of another target or made with other settings.
+    """
+    size = config.draft.draft_vocab_size
+    if size is not None:
+        check_draft_vocab_size(size, target.vocab_size)
+    if config.draft.init_from is not None:
+        _check_same_draft(config, load_draft(config.draft.init_from, target))
 
 
 def _kind(config: RunConfig) -> tuple[type[Draft], dict[str, Any]]:
@@ -221,9 +249,13 @@ def load_splits(
 
     Raises:
         FeatureError: stale features in a folder of the user's, too little disk, or folders that are not shared.
+        FileNotFoundError, ValueError: rows with tokens that the target lacks; or as `check_draft`.
     """
-    kind, options = _kind(config)
-    kind.prepare_target(target, **options)
+    check_token_ids(data_folder, target.vocab_size)
+    if config.draft.init_from is None:  # a draft that is gone on with taps the target as it was trained
+        kind, options = _kind(config)
+        kind.prepare_target(target, **options)
+    check_draft(config, target)  # here, as features may take hours
     precision, compiled = autocast_dtype(config), config.loop.compile
     head = DistillHead.build(target.head_weight, None, target.logit_scale, precision)
     left, splits = config.features.max_gb, []

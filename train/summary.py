@@ -47,7 +47,10 @@ def describe(run: Run, step: int) -> list[tuple[str, str]]:
     parts = ", ".join(
         f"{name} {_millions(sum(p.numel() for p in m.parameters()))}" for name, m in draft.named_children()
     )
-    rest = f"{target.vocab_size:,} tokens" if draft.draft_vocab is None else f"{len(draft.draft_vocab):,} of its tokens"
+    said = f"{target.vocab_size:,} tokens"
+    if draft.draft_vocab is not None:
+        coverage = run.data_facts["draft_vocab"]["coverage"]
+        said = f"{len(draft.draft_vocab):,} of its tokens, {coverage:.2%} of those in the replies of the rows"
     tied = "embedding and head are" if draft.own_head is None else "embedding is"
     processes = run.accelerator.num_processes
     shares = "; in shares, one on each process" if isinstance(run.model, FSDPModule) else ""
@@ -55,7 +58,7 @@ def describe(run: Run, step: int) -> list[tuple[str, str]]:
     threads = f", {torch.get_num_threads()} CPU threads each" if run.accelerator.device.type == "cpu" else ""
     return [
         ("frozen", f"target {target.name}, {frozen} parameters, {target.dtype}, {target.device}"),
-        ("tied", f"the draft's {tied} the target's, for {rest}; never in a checkpoint"),
+        ("tied", f"the draft's {tied} the target's, for {said}; never in a checkpoint"),
         ("trained", f"draft {_millions(_trained(run))} parameters: {parts}{shares}"),
         ("rows", f"{len(run.train.rows):,} of {run.train.sizes.lengths.sum():,} tokens, "
                  f"{run.train.sizes.supervised.sum():,} supervised; {len(run.validation.rows):,} held out"),
@@ -105,12 +108,21 @@ def _size(target: Target) -> float:
 def _stage(stage: Stage) -> str:
     align, optimizer = stage.config.align, stage.config.optimizer
     steps = "1 align step" if align.steps == 1 else f"{align.steps} align steps"
-    topk = f"Top-{align.topk} times {align.topk_weight:g}" if align.topk_weight else "no Top-K term"
+    if not align.detach:
+        steps += ", gradients through them"
+    eta = "" if align.acceptance_eta is None else f" (eta {align.acceptance_eta:g})"
+    weights = {
+        "feature": align.feature_weight,
+        "cross-entropy": align.ce_weight,
+        f"Top-{align.topk}": align.topk_weight,
+        f"acceptance{eta}": align.acceptance_weight,
+    }
+    terms = " + ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight) or "no loss term"
     rates = f"{optimizer.lr:g}"
     if optimizer.name == "muon":
         rates = f"{optimizer.muon_lr:g} on matrices, adamw {optimizer.lr:g}"
     return (
-        f"{steps}, {topk}; {optimizer.name} {rates}, "
+        f"{steps}; {terms}; {optimizer.name} {rates}, "
         f"{optimizer.schedule} over steps {stage.schedule_start:,} to {stage.schedule_end:,}"
     )
 

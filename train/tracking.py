@@ -84,8 +84,8 @@ class MetricsLog:
 
     def close(self) -> None:
         self._progress.stop()
-        if self._config.loop.tracker != "none":
-            self._accelerator.end_training()
+        for tracker in self._accelerator.trackers:  # not `end_training`, which ends the process group too
+            tracker.finish()
 
     def _write(self, kind: str, step: int, epoch: int, metrics: Metrics, facts: dict[str, float]) -> None:
         if not self._accelerator.is_main_process:

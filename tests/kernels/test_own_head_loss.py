@@ -5,6 +5,7 @@ import torch
 
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights, distill_loss, teacher_statistics
 from draftwood.kernels.own_head_loss import own_head_loss
+from draftwood.models.memory import peak_memory
 
 WEIGHTS = DistillWeights(feature=0.0, ce=0.3, topk=0.7, k=3, steps=(1.0, 0.8), acceptance=0.4, acceptance_eta=2.0)
 
@@ -93,3 +94,23 @@ def test_in_bfloat16_softmax_and_sums_are_single():
     exact = [x.double() for x in halves]
     expected = own_head_loss(exact[:2], exact[2], exact[3], wide, WEIGHTS, 64)
     torch.testing.assert_close(found.loss.double(), expected.loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_does_not_grow_with_the_rows_beyond_a_chunk(dtype):
+    hidden, vocab, chunk, steps = 4, 2048, 16, 2
+    draw = torch.Generator().manual_seed(0)
+    head = DistillHead.build(torch.randn(vocab, hidden, generator=draw).to(dtype))
+
+    def peak_of(rows):
+        weight = torch.randn(vocab, hidden, generator=draw, requires_grad=True)
+        features = torch.randn(rows, hidden, generator=draw)
+        outputs = [torch.randn(rows, hidden, generator=draw, requires_grad=True) for _ in range(steps)]
+        statistics = teacher_statistics(features, head, chunk)
+        with peak_memory(torch.device("cpu")) as peak:
+            own_head_loss(outputs, weight, features, head, WEIGHTS, 1, statistics, chunk).loss.backward()
+        return peak[0]
+
+    growth = peak_of(4 * chunk) - peak_of(chunk)
+    # The gradients of the outputs, twice where backward scales them, and the ranks: nothing that knows the vocabulary.
+    assert growth <= 3 * chunk * steps * (2 * hidden * 4 + 8)

@@ -20,17 +20,8 @@ EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=[Healt
 KINDS = [variant for variant in VARIANTS if len(variant) == 1]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@given(
-    length=st.integers(1, 12),
-    steps=st.integers(1, 5),
-    batch=st.integers(1, 2),
-    seed=st.integers(0, 99),
-    precision=st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-3)]),
-)
-@EXAMPLES
-def test_align_step_j_equals_decoding_on_own_features(variant, length, steps, batch, seed, precision):
-    dtype, tolerance = precision
+def assert_align_steps_equal_decoding(variant, length, steps, batch, seed, dtype, tolerance):
+    """The tolerance is in parts of the largest output of a step."""
     draft = make_draft(seed=seed, **variant).to(dtype)
     features, next_ids = rows_of(draft, batch, length, seed)
     features = features.to(dtype)
@@ -43,7 +34,22 @@ def test_align_step_j_equals_decoding_on_own_features(variant, length, steps, ba
                 for k in range(j - 1):
                     out, cache = draft(out[:, -1:], next_ids[:, read + k : read + k + 1], cache=cache)
                 error = (out[:, -1] - predicted[:, t]).abs().max() / predicted.abs().max()
-                assert error < tolerance, f"align step {j}, row {t}"
+                assert error < tolerance, f"seed {seed}, align step {j}, row {t}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@given(length=st.integers(1, 12), steps=st.integers(1, 5), batch=st.integers(1, 2), seed=st.integers(0, 99))
+@EXAMPLES
+def test_align_step_j_equals_decoding_on_own_features(variant, length, steps, batch, seed):
+    assert_align_steps_equal_decoding(variant, length, steps, batch, seed, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_align_step_j_equals_decoding_in_float32_too(variant):
+    """Always the same rows, at most 7e-6 off: of 500 drawn ones weights as large as these made 4e-4 of rounding without
+    norms, 6e-5 through two Mamba layers."""
+    for seed in range(4):
+        assert_align_steps_equal_decoding(variant, 10, 4, 2, seed, torch.float32, 2e-5)
 
 
 @pytest.mark.parametrize("detaches", [True, False])

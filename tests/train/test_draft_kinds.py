@@ -1,5 +1,7 @@
 """Every kind of draft goes all the way: trained by a config, saved, loaded, decoding without a change of output."""
 
+import json
+
 import pytest
 import tiny
 import tiny_run
@@ -61,10 +63,20 @@ def test_a_trained_eagle3_head_moves(workshop, tmp_path):
     assert "lm_head.weight" in draft.state_dict() and draft.head_weight.shape == (40, 32)
 
 
-def test_a_feature_loss_without_features_is_refused(workshop, tmp_path):
-    config = tiny_run.config(workshop, f"output={tmp_path}", "draft.kind=eagle3", "features.source=online")
-    with pytest.raises(ValueError, match="set align.feature_weight=0"):
-        distill(config, dw.load_target(str(workshop / "target")))
+def test_a_feature_loss_without_features_is_refused(workshop):
+    with pytest.raises(ConfigError, match="set align.feature_weight=0"):
+        tiny_run.config(workshop, "draft.kind=eagle3")
+    with pytest.raises(ConfigError, match=r"align.feature_weight is 0.5, .* set align.feature_weight=0"):
+        stages = "stages=[{}, {align: {feature_weight: 0.5}}]"
+        tiny_run.config(workshop, "draft.kind=eagle3", "align.feature_weight=0", stages)
+
+
+def test_a_draft_that_is_gone_on_with_reads_the_layers_that_it_was_trained_on(workshop, tmp_path):
+    settings = (f"output={tmp_path}", "draft.kind=eagle3", "loop.max_steps=1", *RUNS["eagle3"])
+    first = distill(tiny_run.config(workshop, "name=first", "draft.taps=[0,1]", *settings))
+    distill(tiny_run.config(workshop, "name=second", f"draft.init_from={first}", *settings))
+    index = tmp_path / "second" / "features" / "train" / "index.json"
+    assert json.loads(index.read_text())["taps"] == [0, 1]
 
 
 def test_an_option_of_another_kind_is_refused(workshop):

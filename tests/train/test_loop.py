@@ -1,8 +1,10 @@
 import json
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import tiny
 import tiny_run
 import torch
 from rich.console import Console
@@ -12,17 +14,19 @@ from tiny_run import log_of
 from draftwood.kernels.distill_loss import DistillHead
 from draftwood.models.checkpoint import load_draft
 from draftwood.models.target import load_target
-from draftwood.train import loop
-from draftwood.train.batches import collate
+from draftwood.train import loop, setup
+from draftwood.train.batches import RowSizes, collate
 from draftwood.train.checkpoints import Checkpoints
 from draftwood.train.features import FeatureError, FeatureSource
 from draftwood.train.launch import main
 from draftwood.train.loop import ResumeError, Stopped, distill
 from draftwood.train.losses import Distillation
 from draftwood.train.prepare import load_rows
+from draftwood.train.recipes import compare_recipes
 from draftwood.train.rows import supervised_rows
 from draftwood.train.run import set_up
-from draftwood.train.setup import build_draft, loss_weights
+from draftwood.train.setup import build_draft, load_split, loss_weights
+from draftwood.train.summary import dry_run
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,10 @@ def weights(path):
 
 def last_checkpoint(config):
     return Checkpoints(loop.Path(config.output) / config.name, 1).latest()
+
+
+def provenance_of(folder):
+    return json.loads((folder / "draft.json").read_text())["provenance"]
 
 
 def assert_same_weights(a, b):
@@ -147,7 +155,7 @@ def test_only_the_latest_checkpoints_and_the_best_draft_stay(make_config, target
         "step-00000012",
     ]
     assert best == folder / "best" and not list(folder.glob(".*"))
-    chosen = json.loads((best / "draft.json").read_text())["provenance"]
+    chosen = provenance_of(best)
     records = {record["step"]: record["acceptance_length"] for record in log_of(config, "validation")}
     assert chosen["validation"]["acceptance_length"] == records[chosen["step"]] == max(records.values())
 
@@ -167,10 +175,36 @@ def test_a_checkpoint_holds_the_draft_alone_and_how_it_came_about(make_config, t
         p.numel() for p in load_draft(best, target).parameters()
     )
     assert all(t.shape != target.head_weight.shape for t in held.values())
-    provenance = json.loads((best / "draft.json").read_text())["provenance"]
+    provenance = provenance_of(best)
     assert provenance["config"] == config.model_dump(mode="json")
     assert {"git", "versions", "argv", "time", "step", "validation"} <= provenance.keys()
     assert provenance["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("size", ["40", "null"])
+def test_a_checkpoint_names_its_rows_and_what_of_their_replies_a_reduced_vocabulary_covers(
+    make_config, target, workshop, size
+):
+    """Also of other rows than those that the vocabulary was chosen from."""
+    first = make_config("name=first", f"draft.draft_vocab_size={size}", "loop.max_steps=1")
+    fewer = (f"draft.init_from={distill(first, target)}", "name=second", "data.train_tokens=60")
+    second = make_config(*fewer, f"draft.draft_vocab_size={size}", "loop.max_steps=1")
+    distill(second, target)
+    found = []
+    for config in (first, second):
+        rows = load_split(config, workshop / "data", "train")
+        draft_vocab = load_draft(last_checkpoint(config), target).draft_vocab
+        for folder in (last_checkpoint(config), last_checkpoint(config).parents[1] / "best"):
+            facts = provenance_of(folder)
+            assert facts["rows"] == RowSizes.of(rows).digest
+            if size == "null":
+                assert "draft_vocab" not in facts
+            else:
+                said = [id in draft_vocab for row in rows for id in row["input_ids"][row["loss_mask"] > 0]]
+                assert facts["draft_vocab"] == {"size": 40, "coverage": sum(said) / len(said)}
+        found.append(facts)
+    assert found[0]["rows"] != found[1]["rows"]
+    assert size == "null" or found[0]["draft_vocab"] != found[1]["draft_vocab"]
 
 
 @pytest.mark.parametrize(
@@ -328,10 +362,43 @@ def test_wandb_works_offline_and_without_a_key(make_config, target, monkeypatch,
     assert list(tmp_path.glob("wandb/offline-run-*"))
 
 
-def test_a_tracker_that_is_not_installed_is_named_before_any_work(make_config, target, monkeypatch):
+@pytest.mark.parametrize("begin", [distill, dry_run, partial(compare_recipes, seeds=[0])])
+def test_what_is_not_installed_is_named_before_rows_are_prepared(begin, make_config, target, monkeypatch):
+    monkeypatch.setattr(setup, "prepare_rows", lambda *_: pytest.fail("rows were prepared"))
     monkeypatch.setattr("draftwood.train.tracking.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install tensorboard"):
-        distill(make_config("loop.tracker=tensorboard"), target)
+        begin(make_config("loop.tracker=tensorboard"), target=target)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="no-such-compiler is not on the PATH"):
+        begin(make_config("loop.compile=true"), target=target)
+
+
+@pytest.mark.parametrize("begin", [distill, dry_run])
+def test_a_draft_that_does_not_fit_is_named_before_features_are_computed(
+    begin, make_config, finished, target, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(setup, "open_cache", lambda *_, **__: pytest.fail("features were computed"))
+    monkeypatch.setattr(setup, "FeatureSource", lambda *_, **__: pytest.fail("features were computed"))
+    best = Checkpoints(loop.Path(finished.output) / finished.name, 1).best
+    with pytest.raises(FileNotFoundError, match="nowhere: no draft.json"):
+        begin(make_config(f"draft.init_from={tmp_path}/nowhere"), target)
+    with pytest.raises(ValueError, match="has the same shape but another head"):
+        begin(make_config(f"draft.init_from={best}"), load_target(tiny.build("llama", seed=1)))
+    with pytest.raises(ValueError, match="draft.norms is none, but the draft in draft.init_from"):
+        begin(make_config(f"draft.init_from={best}", "draft.norms=none"), target)
+    with pytest.raises(ValueError, match=f"draft_vocab_size is {tiny.VOCAB}, the target has {tiny.VOCAB} tokens"):
+        begin(make_config(f"draft.draft_vocab_size={tiny.VOCAB}"), target)
+
+
+def test_rows_with_tokens_that_the_target_lacks_are_named(tmp_path):
+    tiny_run.make(tmp_path)
+    tokenizer = tiny_run.tokenizer()
+    tokenizer.add_tokens(["surplus"])
+    tokenizer.save_pretrained(tmp_path / "target")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text().replace('"value": "w', '"value": "surplus w', 1))
+    with pytest.raises(ValueError, match=f"hold token {tiny.VOCAB}, but the target's vocabulary has {tiny.VOCAB}"):
+        distill(tiny_run.config(tmp_path))
 
 
 def test_the_command_line_takes_overrides_and_prints_the_drafts_folder(workshop, tmp_path, capsys):

@@ -13,7 +13,15 @@ from draftwood.configs.schema import OptimizerConfig
 from draftwood.kernels.distill_loss import DistillHead, DistillWeights, distill_loss_reference, teacher_statistics
 from draftwood.models.draft import EagleDraft
 from draftwood.models.target import load_target
-from draftwood.train.batches import RowSizes, add_noise, collate, frequent_tokens, global_batches, micro_batches
+from draftwood.train.batches import (
+    RowSizes,
+    add_noise,
+    collate,
+    frequent_tokens,
+    global_batches,
+    micro_batches,
+    vocab_coverage,
+)
 from draftwood.train.losses import Distillation
 from draftwood.train.metrics import Meter, chain_survival, summarise
 from draftwood.train.optim import Optimizers, schedule
@@ -219,6 +227,8 @@ def test_the_draft_vocabulary_is_what_replies_say_most():
     ]
     assert frequent_tokens(rows, 2, 20).tolist() == [4, 7]
     assert frequent_tokens(rows, 3, 20).tolist() == [2, 4, 7]
+    assert vocab_coverage(rows, torch.tensor([4, 7]), 20) == 6 / 7
+    assert vocab_coverage(rows, torch.tensor([9]), 20) == 0 and vocab_coverage([], torch.tensor([9]), 20) == 0
     with pytest.raises(ValueError, match="draft_vocab_size is 20"):
         frequent_tokens(rows, 20, 20)
 

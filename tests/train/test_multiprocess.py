@@ -16,6 +16,7 @@ from draftwood import configs
 from draftwood.configs.load import load_config
 from draftwood.models.target import load_target
 from draftwood.train.loop import distill
+from draftwood.train.prepare import load_rows
 from draftwood.train.setup import start_processes
 
 _SUPPORT = Path(tiny_run.__file__).parent
@@ -62,18 +63,26 @@ def launch(folder, how, plan):
     path.write_text(json.dumps(plan))
     ran = subprocess.run(
         [*map(str, LAUNCHERS[how]), str(_SUPPORT / "run_many.py"), str(path)],
-        env={**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "offline",
+            "WANDB_DIR": str(folder),
+        },
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert ran.returncode == 0, "\n".join(x for x in ran.stderr.splitlines() if "rror" in x or "File" in x)
+    told = ("rror", "File", "terminate", "what()")  # the last two: of an abort in C++
+    assert ran.returncode == 0, "\n".join(x for x in ran.stderr.splitlines() if any(word in x for word in told))
 
 
 def plan_of(folder, count):
-    """All of RUNS, and one run stopped and gone on with."""
+    """All of RUNS, the first on rows that are not prepared yet and tracked, and one run stopped and gone on with."""
     plan = [overrides(folder, f"{name}-{count}", *options[count]) for name, options in RUNS.items()]
+    plan[0] += [f"data.folder={folder}/data-{count}", "loop.tracker=wandb"]
     stopped = overrides(folder, f"stopped-{count}", *RUNS["plain"][count])
     return [*plan, ["stop-rank-1@3", *stopped], stopped]
 
@@ -116,9 +125,8 @@ def log_of(folder, name):
 
 
 def outcomes_of(folder, how, rank):
-    """Of each run: how it ended, and how many numbers of weights and moments the process held."""
-    lines = [line.split(", holding ") for line in (folder / f"plan-{how}.rank{rank}").read_text().splitlines()]
-    return [(outcome, int(num_held)) for outcome, num_held in lines]
+    """Of each run what `run_many.py` has noted of that process."""
+    return [json.loads(line) for line in (folder / f"plan-{how}.rank{rank}").read_text().splitlines()]
 
 
 def last_weights(folder, name):
@@ -134,9 +142,37 @@ def last_state(folder, name):
 def test_the_launcher_really_started_that_many_processes(launched):
     folder, count = launched
     for rank in range(count):
-        outcomes = [outcome for outcome, _ in outcomes_of(folder, count, rank)]
+        outcomes = [run["outcome"] for run in outcomes_of(folder, count, rank)]
         assert outcomes[:4] == [f"{how} of {count}" for how in ("finished", "finished", "stopped", "finished")]
     assert not (folder / f"plan-{count}.rank{count}").exists()
+
+
+def test_a_tracked_run_is_one_offline_run_of_wandb(launched):
+    folder, count = launched
+    logs = [log.read_bytes() for log in (folder / "wandb").glob("offline-run-*/run-*.wandb")]
+    assert sum(f"plain-{count}".encode() in log for log in logs) == 1
+
+
+def test_rows_that_are_not_prepared_yet_are_prepared_by_one_process_for_all(launched):
+    folder, count = launched
+    prepared = [[run["has_prepared"] for run in outcomes_of(folder, count, rank)] for rank in range(count)]
+    assert [sum(of_run) for of_run in zip(*prepared, strict=True)] == [1] + [0] * (len(prepared[0]) - 1)
+    assert not list(folder.glob(".data-*-partial-*"))
+    for split in ("train", "validation"):
+        ours, theirs = (load_rows(folder / name, split) for name in (f"data-{count}", "data"))
+        assert ours.to_list() == theirs.to_list()
+
+
+@pytest.mark.parametrize("how", [2, pytest.param(3, marks=pytest.mark.slow), "sharded"])
+def test_gradients_are_reduced_once_in_each_optimizer_step(request, how):
+    """Of two micro-steps too; of 25 rows in steps of 12, one step of each epoch has a single one."""
+    request.getfixturevalue({2: "two", 3: "three"}.get(how, how))
+    folder = request.getfixturevalue("folder")
+    for rank in range(3 if how == 3 else 2):
+        runs = outcomes_of(folder, how, rank)
+        assert [1, 1, 2, 2, 2, 2] in [sorted(run["backwards"]) for run in runs]
+        for run in runs:
+            assert run["reductions"] == [1] * len(run["backwards"])
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -170,12 +206,13 @@ def test_one_rank_asked_to_stop_stops_all_after_the_same_step_and_the_run_goes_o
 
 
 def test_each_process_holds_half_of_a_sharded_draft_and_of_its_moments(sharded):
-    whole, _, _, _, muon_whole, _ = (num_held for _, num_held in outcomes_of(sharded, 2, 0))
+    whole, _, _, _, muon_whole, _ = (run["num_held"] for run in outcomes_of(sharded, 2, 0))
     ranks = [outcomes_of(sharded, "sharded", rank) for rank in range(2)]
-    assert [outcome for outcome, _ in ranks[0]] == [
+    assert [run["outcome"] for run in ranks[0]] == [
         f"{how} of 2" for how in ("finished", "finished", "stopped", "finished", "finished", "stopped")
     ]
-    for (_, first), (_, second), expected in zip(*ranks, [whole, muon_whole, *4 * [whole]], strict=True):
+    held = ([run["num_held"] for run in runs] for runs in ranks)
+    for first, second, expected in zip(*held, [whole, muon_whole, *4 * [whole]], strict=True):
         assert first + second == expected and abs(first - second) < expected / 100
 
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from draftwood.train import prepare as prepare_module
-from draftwood.train.fingerprint import check_tokenizer
+from draftwood.train.fingerprint import check_token_ids
 from draftwood.train.prepare import load_rows, prepare
 from draftwood.train.report import RowAccount, SourceAccount
 from draftwood.train.rows import supervised_rows
@@ -250,14 +250,16 @@ def test_rows_of_another_tokenizer_template_or_vocabulary_are_refused(clean, run
     account = run(clean)
     tokenizer = chat_tokenizer()
     tokenizer("pad me", padding="max_length", max_length=9, truncation=True)
-    assert check_tokenizer(tmp_path / "out", tokenizer, vocab_size=len(tokenizer)) == account
-    with pytest.raises(ValueError, match="another chat template"):
-        check_tokenizer(tmp_path / "out", chat_tokenizer("inst"))
+    assert run(clean, tokenizer=tokenizer) == account
+    with pytest.raises(ValueError, match="prepared with another template_sha256"):
+        run(clean, tokenizer=chat_tokenizer("inst"))
     tokenizer.add_tokens(["newword"])
-    with pytest.raises(ValueError, match="another tokenizer"):
-        check_tokenizer(tmp_path / "out", tokenizer)
-    with pytest.raises(ValueError, match=f"hold token {account.max_token_id}, but the target's vocabulary has 50"):
-        check_tokenizer(tmp_path / "out", chat_tokenizer(), vocab_size=50)
+    with pytest.raises(ValueError, match="prepared with another tokenizer_sha256"):
+        run(clean, tokenizer=tokenizer)
+    largest = max(max(r["input_ids"]) for split in ("train", "validation") for r in load_rows(tmp_path / "out", split))
+    check_token_ids(tmp_path / "out", largest + 1)
+    with pytest.raises(ValueError, match=f"hold token {largest}, but the target's vocabulary has {largest}"):
+        check_token_ids(tmp_path / "out", largest)
 
 
 def test_an_account_whose_parts_do_not_add_up_fails():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -189,15 +190,27 @@ def test_a_dry_run_prints_the_plan_and_the_mask_and_writes_nothing(make_config, 
     config = make_config(
         f"data.folder={tmp_path}/rows", "stages=[{align: {steps: 1}}, {optimizer: {lr: 0.002}}]", "features.max_gb=1"
     )
-    console = Console(record=True, width=120)
+    console = Console(record=True, width=200)
     dry_run(config, target, console)
     text = console.export_text()
     for part in (
         "frozen", "tied", "trained", "24 of", "5 held out", "12 of the optimizer", "from step 0 ", "from step 6 ",
-        "1 align step,", "3 align steps,", "memory", "disk", "tokens of 24 rows", "⟦",
+        "1 align step; 1 feature + 0.1 cross-entropy + 1 Top-10; adamw 0.01, linear over steps 0 to 6",
+        "3 align steps; ", "memory", "disk", "tokens of 24 rows", "⟦",
     ):  # fmt: skip
         assert part in text, part
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_names_the_terms_of_each_stage_and_how_much_the_draft_can_say(make_config, target):
+    acceptance = "{acceptance_weight: 1, acceptance_eta: 3, ce_weight: 0, topk_weight: 0, feature_weight: 0.5}"
+    stages = f"stages=[{{align: {{detach: false, feature_weight: 0, topk: 5}}}}, {{align: {acceptance}}}]"
+    console = Console(record=True, width=200)
+    dry_run(make_config(stages, "draft.draft_vocab_size=40"), target, console)
+    text = console.export_text()
+    assert "3 align steps, gradients through them; 0.1 cross-entropy + 1 Top-5; adamw" in text
+    assert "3 align steps; 0.5 feature + 1 acceptance (eta 3); adamw" in text
+    assert re.search(r"for 40 of its tokens, 9\d\.\d\d% of those in the replies of the rows", text)
 
 
 def test_a_dry_run_is_an_option_of_the_command_line(workshop, tmp_path, capsys):
