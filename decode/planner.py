@@ -159,97 +159,104 @@ def make_plan(
         **common,
     }
     plans = {dtype: _plan(costs[dtype], draft, seen, grown, seed) for dtype in models}
-    for tree in dict.fromkeys(plan.tree for plan in plans.values()):
-        joined = JoinedTree(tree)  # type: ignore[arg-type]
-        say(f"acceptance with lookup, {_name(tree)}")
-        found = observe(target, draft, prompts, joined, **common)
-        same = [dtype for dtype in models if plans[dtype].tree == tree]
-        plans |= {dtype: _with_lookup(plans[dtype], joined, costs[dtype], found) for dtype in same}
+    by_tree: dict[str, list[str]] = {}
+    for dtype, plan in plans.items():
+        by_tree.setdefault(str(plan.to_dict()["tree"]), []).append(dtype)
+    for dtypes in by_tree.values():
+        alone = plans[dtypes[0]].tree
+        joined = JoinedTree(alone)  # type: ignore[arg-type]
+        say(f"acceptance with lookup, {_name(alone)}")
+        seen_of = [observe(target, draft, prompts, one, **common) for one in (alone, joined)]
+        plans |= {dtype: _with_lookup(plans[dtype], joined, costs[dtype], *seen_of) for dtype in dtypes}
     return Planning(plans, settings)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """A tree, the ms of its step, the tokens per step it has on some of the prompts, and what was compared."""
+    """A tree, the ms of its step, and the tokens per step it has on some of the prompts."""
 
     tree: Tree | DynamicTree
     step_ms: float
     tokens: Callable[[Sequence[int]], float]
-    details: dict[str, Any]
+
+    def to_dict(self, prompts: Sequence[int]) -> dict[str, Any]:
+        tree = {"parents": self.tree.rows[0]} if isinstance(self.tree, Tree) else vars(self.tree)
+        return {**tree, "tokens_per_step": self.tokens(prompts), "step_ms": self.step_ms}
 
 
 def _plan(costs: Costs, draft: Any, seen: list[Observation], grown: list[Observation], seed: int) -> Plan:
-    """The tree that is best on all prompts, with an interval from trees chosen on the other half of them."""
-    everything = range(len(seen))
-    best = _choose(costs, draft, seen, grown, everything)
-    halves = [everything[0::2], everything[1::2]] if len(seen) > 1 else [everything]
-    choices = [_choose(costs, draft, seen, grown, half) for half in reversed(halves)]
+    """The best tree on all prompts, with an interval from trees chosen on the other half of them.
 
-    def speedup(prompts: Sequence[int]) -> float:
+    It is of the kind, static or dynamic, that does better on the other half: judged where it was chosen, a static tree
+    looks better than it is, as there are more of them to choose from.
+    """
+    everything = range(len(seen))
+    halves = [everything[0::2], everything[1::2]] if len(seen) > 1 else [everything]
+
+    def speedup(choices: list[_Choice], prompts: Sequence[int]) -> float:
         """Of the halves, each with the tree that was chosen on the other one."""
         parts = [[i for i in prompts if i in half] for half in halves]
         speeds = [len(part) * c.tokens(part) / c.step_ms for part, c in zip(parts, choices, strict=True) if part]
         return sum(speeds) / len(prompts) * costs.autoregressive
 
+    kinds: dict[str, Callable[[Sequence[int]], _Choice]] = {"static": lambda some: _static(costs, draft, seen, some)}
+    if grown:
+        kinds["dynamic"] = lambda some: _dynamic(costs, grown, some)
+    best = {kind: choose(everything) for kind, choose in kinds.items()}
+    others = {kind: [choose(half) for half in reversed(halves)] for kind, choose in kinds.items()}
+    details: dict[str, Any] = {"costs_ms": costs.to_dict(), "acceptance": acceptance_table(seen)}
+    for kind, choice in best.items():
+        details[kind] = {**choice.to_dict(everything), "speedup_on_other_prompts": speedup(others[kind], everything)}
+    kind = max(kinds, key=lambda kind: details[kind]["speedup_on_other_prompts"])
+    details["speedup_on_other_prompts"] = details[kind]["speedup_on_other_prompts"]
     drawn = np.random.default_rng(seed).integers(0, len(seen), (RESAMPLES, len(seen)))
-    low, high = np.percentile([speedup(row.tolist()) for row in drawn], [2.5, 97.5])
-    details = {"costs_ms": costs.to_dict(), **best.details, "speedup_on_other_prompts": speedup(everything)}
-    tokens = best.tokens(everything)
-    return Plan(best.tree, tokens, best.step_ms, costs.autoregressive, (float(low), float(high)), details)
+    low, high = np.percentile([speedup(others[kind], row.tolist()) for row in drawn], [2.5, 97.5])
+    tokens = best[kind].tokens(everything)
+    return Plan(best[kind].tree, tokens, best[kind].step_ms, costs.autoregressive, (float(low), float(high)), details)
 
 
-def _choose(
-    costs: Costs, draft: Any, seen: list[Observation], grown: list[Observation], prompts: Sequence[int]
-) -> _Choice:
-    """The better of the best static and the best dynamic tree for some of the prompts."""
+def _static(costs: Costs, draft: Any, seen: list[Observation], prompts: Sequence[int]) -> _Choice:
+    """The best static tree for some of the prompts."""
     levels = getattr(draft, "max_depth", None) or LEVELS
 
     def table(some: Sequence[int]) -> list[list[float]]:
         return acceptance_table([seen[i] for i in some])[:levels]
 
     best = best_tree(table(prompts), costs.static_step, MAX_NODES)
-    details: dict[str, Any] = {
-        "acceptance": table(prompts),
-        "static": {"parents": best.parents, "tokens_per_step": best.tokens_per_step, "step_ms": best.step_ms},
-    }
-    static = _Choice(
-        Tree.from_parents(best.parents), best.step_ms, lambda some: expected_tokens(best.parents, table(some)), details
-    )
-    if not grown:
-        return static
-    own = [grown[i] for i in prompts]
-    tree = max(
-        (DynamicTree(levels=l, budget=b) for l in range(1, LEVELS + 1) for b in range(1, MAX_NODES + 1)),
-        key=lambda tree: dynamic_tokens(own, tree.budget, tree.levels) / costs.dynamic_step(tree.budget, tree.levels),
-    )
-    dynamic = _Choice(
-        tree,
-        costs.dynamic_step(tree.budget, tree.levels),
-        lambda some: dynamic_tokens([grown[i] for i in some], tree.budget, tree.levels),
-        details,
-    )
-    details["dynamic"] = {
-        "budget": tree.budget,
-        "levels": tree.levels,
-        "tokens_per_step": dynamic.tokens(prompts),
-        "step_ms": dynamic.step_ms,
-    }
-    return max(static, dynamic, key=lambda choice: choice.tokens(prompts) / choice.step_ms)
+    tree = Tree.from_parents(best.parents)
+    return _Choice(tree, best.step_ms, lambda some: expected_tokens(best.parents, table(some)))
 
 
-def _with_lookup(plan: Plan, joined: JoinedTree, costs: Costs, seen: list[Observation]) -> Plan:
-    """`plan` with its tree joined by lookup where that is faster by what was `seen` of it.
+def _dynamic(costs: Costs, grown: list[Observation], prompts: Sequence[int]) -> _Choice:
+    """The best dynamic tree for some of the prompts."""
+
+    def tokens(tree: DynamicTree, some: Sequence[int]) -> float:
+        return dynamic_tokens([grown[i] for i in some], tree.budget, tree.levels)
+
+    def step_ms(tree: DynamicTree) -> float:
+        return costs.dynamic_step(tree.budget, tree.levels)
+
+    trees = (DynamicTree(levels=l, budget=b) for l in range(1, LEVELS + 1) for b in range(1, MAX_NODES + 1))
+    best = max(trees, key=lambda tree: tokens(tree, prompts) / step_ms(tree))
+    return _Choice(best, step_ms(best), lambda some: tokens(best, some))
+
+
+def _with_lookup(
+    plan: Plan, joined: JoinedTree, costs: Costs, alone: list[Observation], together: list[Observation]
+) -> Plan:
+    """`plan` with its tree joined by lookup where that is faster by what was seen of the tree `alone` and `together`.
 
     A step costs what verifying the further nodes costs more; the interval is scaled by what lookup brings.
     """
-    steps = np.array([step for o in seen for step in o.steps], dtype=np.float64).reshape(-1, 2)
-    if not len(steps):
+    means = [np.array([step for o in seen for step in o.steps], dtype=np.float64) for seen in (alone, together)]
+    if not all(map(len, means)):
         return plan
-    nodes, tokens = steps.mean(0).tolist()
-    own = plan.tree.num_nodes if isinstance(plan.tree, Tree) else plan.tree.budget + 1  # type: ignore[union-attr]
-    step_ms = plan.step_ms + max(0.0, costs.verify_ms(nodes) - costs.verify_ms(own))
-    gain = (tokens / step_ms) / (plan.tokens_per_step / plan.step_ms)
-    details = {**plan.details, "lookup": {"nodes": nodes, "tokens_per_step": tokens, "step_ms": step_ms, "gain": gain}}
+    (own_nodes, own_tokens), (nodes, tokens) = (steps.mean(0).tolist() for steps in means)
+    step_ms = plan.step_ms + max(0.0, costs.verify_ms(nodes) - costs.verify_ms(own_nodes))
+    more = tokens / own_tokens
+    gain = more * plan.step_ms / step_ms
+    found = {"nodes": nodes, "tokens_per_step": tokens, "without": own_tokens, "step_ms": step_ms, "gain": gain}
+    details = {**plan.details, "lookup": found}
     if gain <= 1:
         return replace(plan, details=details)
     details["speedup_on_other_prompts"] *= gain
@@ -257,7 +264,7 @@ def _with_lookup(plan: Plan, joined: JoinedTree, costs: Costs, seen: list[Observ
     return replace(
         plan,
         tree=joined,
-        tokens_per_step=tokens,
+        tokens_per_step=plan.tokens_per_step * more,
         step_ms=step_ms,
         interval=(low * gain, high * gain),
         details=details,
