@@ -132,7 +132,7 @@ def evaluate(
     top_p: TopPOption = None,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts of each source, from its start.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each way of decoding.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way of decoding.")] = 1,
     baseline: Annotated[bool, typer.Option(help="Also run and time decoding without drafts.")] = True,
     seed: Annotated[int, typer.Option(help="Of sampling and intervals.")] = 0,
     dtype: DtypeOption = None,

@@ -1,6 +1,7 @@
 """A plan: the tree that `draftwood plan` found best for a draft on one machine, and what it costs and brings."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,16 @@ class Plan:
     autoregressive_ms: float
     interval: tuple[float, float]
     details: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: a figure that is not a number above 0.
+        """
+        for name in ("tokens_per_step", "step_ms", "autoregressive_ms"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0")
+        if self.level_ms is not None and not 0 <= self.level_ms < math.inf:
+            raise ValueError(f"a level costs {self.level_ms} ms; expected 0 or more")
 
     @property
     def speedup(self) -> float:
@@ -104,18 +115,18 @@ def load_plan(path: str | Path, dtype: str) -> Plan:
 
 
 def check_weights(path: str | Path, draft: str | Path) -> None:
-    """That a plan was made for the draft's weights as they are now; one that does not say for which passes.
+    """That a plan was made for the draft's weights as they are now.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not a plan, or one of other weights.
+        ValueError: not a plan, one of other weights, or one that does not say of which.
     """
     path = find_plan(path)
     try:
         made_for = json.loads(path.read_text(encoding="utf-8")).get("settings", {}).get("draft_sha256")
     except (AttributeError, ValueError) as error:
         raise _not_a_plan(path, error) from None
-    if made_for is not None and made_for != weights_sha256(draft):
+    if made_for != weights_sha256(draft):
         raise ValueError(f"{path}: a plan for other weights than those of {draft}; make it anew with `draftwood plan`")
 
 

@@ -74,6 +74,29 @@ def test_a_file_that_is_no_plan_is_named(plans, tmp_path):
         load_plan(tmp_path, "float32")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step_ms": "700"},
+        {"step_ms": 0},
+        {"step_ms": float("nan")},
+        {"tokens_per_step": None},
+        {"speedup_interval": 3},
+        {"costs_ms": [1, 2]},
+        {"costs_ms": {"dynamic": ["a", "b"]}},
+    ],
+    ids=str,
+)
+def test_a_plan_with_a_figure_that_is_none_is_named(change, tmp_path):
+    values = replace(PLAN, tree=DynamicTree(), details={"costs_ms": {"dynamic": [0.0, 2.0]}}).to_dict()
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"format": 1, "plans": {"float32": values}}))
+    assert load_plan(path, "float32").level_ms == 2
+    path.write_text(json.dumps({"format": 1, "plans": {"float32": values | change}}))
+    with pytest.raises(ValueError, match="plan.json: not a plan"):
+        load_plan(path, "float32")
+
+
 def test_where_drafts_lose_the_plan_says_so_and_none_are_made(model, prompts_of, monkeypatch, caplog):
     planning = planned(model, prompts_of, DEAR, monkeypatch)
     assert "do not speculate" in planning.verdict()
