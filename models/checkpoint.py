@@ -1,8 +1,8 @@
 """Draft checkpoints: a folder with `draft.safetensors`, only the draft's own weights, and `draft.json`."""
 
+import hashlib
 import json
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +60,10 @@ def draft_folder(path: str | Path) -> Path:
 def weights_sha256(draft: str | Path) -> str | None:
     """sha256 of the weights of `draft_folder(draft)`, by the names of the files; None where there are none."""
     files = sorted(draft_folder(draft).glob("*.safetensors"))
-    digest = sha256()
+    digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest() if files else None
 
 

@@ -121,10 +121,10 @@ def check_weights(path: str | Path, draft: str | Path) -> None:
         FileNotFoundError: no such file.
         ValueError: not a plan, one of other weights, or one that does not say of which.
     """
-    path = find_plan(path)
+    path, values = _values(path)
     try:
-        made_for = json.loads(path.read_text(encoding="utf-8")).get("settings", {}).get("draft_sha256")
-    except (AttributeError, ValueError) as error:
+        made_for = values.get("settings", {}).get("draft_sha256")
+    except AttributeError as error:
         raise _not_a_plan(path, error) from None
     if made_for != weights_sha256(draft):
         raise ValueError(f"{path}: a plan for other weights than those of {draft}; make it anew with `draftwood plan`")
@@ -164,11 +164,19 @@ def find_plan(path: str | Path) -> Path:
 
 def _read(path: str | Path) -> tuple[Path, Any, dict[str, Any]]:
     """The file, its format and, where that is known, the plans in it by dtype."""
-    path = find_plan(path)
+    path, values = _values(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
         return path, values["format"], dict(values["plans"]) if values["format"] == FORMAT else {}
     except (KeyError, TypeError, ValueError) as error:
+        raise _not_a_plan(path, error) from None
+
+
+def _values(path: str | Path) -> tuple[Path, Any]:
+    """The file, and what it holds."""
+    path = find_plan(path)
+    try:
+        return path, json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise _not_a_plan(path, error) from None
 
 

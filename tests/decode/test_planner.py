@@ -133,9 +133,8 @@ def test_of_a_static_and_a_dynamic_tree_the_one_is_taken_that_does_better_on_pro
     seen = [Observation(), Observation()]
     for observation, rank in zip(seen, (0, 7), strict=True):
         observation.trials[:], observation.hits[:, rank] = 20, 20
-    grown = [
-        Observation(orders=[[[1]] * LEVELS, [[]] * LEVELS] * 10) for _ in seen
-    ]  # the likeliest node, in half of the steps
+    # in half of the steps the likeliest node is kept
+    grown = [Observation(orders=[[[1]] * LEVELS, [[]] * LEVELS] * 10) for _ in seen]
     costs = Costs(10.0, [(2, 10.0), (64, 30.0)], (1.0, 1.0, 0.1), (1.0, 1.0))
     plan = planner._plan(costs, None, seen, grown, 0)
     static, dynamic = plan.details["static"], plan.details["dynamic"]
